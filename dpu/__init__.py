@@ -1,0 +1,1 @@
+"""The card: a DPU that serves NVMe controllers over vfio-user."""

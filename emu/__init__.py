@@ -1,0 +1,1 @@
+"""The lab: virtual machines, scenarios, workloads and reports around the card in ``dpu``."""

@@ -1,0 +1,1 @@
+"""Guest images: recipe, lock file and what is put inside."""
