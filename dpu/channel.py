@@ -1,0 +1,240 @@
+"""Channel between the keeper and its workers, and the two memfds that outlive a worker.
+
+A packet of an AF_UNIX SOCK_SEQPACKET socket is a u32 (little endian) with the length of a JSON object, the
+object with its ``op``, then raw bytes; file descriptors travel with it by SCM_RIGHTS.
+
+Use: ``left, right = pair()``; ``left.send("take", client=1)``; ``right.recv()``.
+``ConfigStore(fd)`` is a document committed by one 8-byte store; ``Health(fd)`` holds the heartbeats.
+Limits: PACKET_BYTES_MAX per packet, FDS_MAX descriptors per packet.
+Errors: OSError from the socket; ValueError for what does not fit or a packet that is not one.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PACKET_BYTES_MAX = 192 * 1024
+FDS_MAX = 250
+"""Linux takes up to 253 descriptors (SCM_MAX_FD) in one message."""
+
+_LENGTH = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(FDS_MAX * array.array("i").itemsize)
+
+
+@dataclass(frozen=True)
+class Packet:
+    """One packet as received; whoever takes it owns ``fds``."""
+
+    op: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    raw: bytes = b""
+    fds: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close the descriptors that came with the packet."""
+        close_fds(self.fds)
+
+
+def close_fds(fds: Sequence[int]) -> None:
+    """Close every descriptor of ``fds``."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+class Channel:
+    """One end. Sends and receives block: both sides always drain, so neither waits for long."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        # The default leaves no room for one whole packet plus the kernel's accounting of it.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PACKET_BYTES_MAX)
+
+    def fileno(self) -> int:
+        """Descriptor of the socket, for a selector or event loop."""
+        return self._sock.fileno()
+
+    def send(self, op: str, *, raw: bytes = b"", fds: Sequence[int] = (), **fields: Any) -> None:
+        """Send one packet; ``fds`` stay open here."""
+        packet = _encode(op, fields, raw, fds)
+        socket.send_fds(self._sock, [packet], fds) if fds else self._sock.send(packet)
+
+    def recv(self, *, blocking: bool = True) -> Packet | None:
+        """Next packet, or None at end of file.
+
+        With ``blocking=False`` an empty channel raises BlockingIOError. A peer that died (ECONNRESET) is
+        end of file too: everything that it had sent has been delivered by then.
+        """
+        flags = 0 if blocking else socket.MSG_DONTWAIT
+        flags |= socket.MSG_CMSG_CLOEXEC
+        try:
+            data, ancillary, msg_flags, _ = self._sock.recvmsg(PACKET_BYTES_MAX, _ANCILLARY_BYTES, flags)
+        except ConnectionResetError:
+            return None
+        fds = _descriptors(ancillary)
+        if not data:
+            close_fds(fds)
+            return None
+        try:
+            if msg_flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ValueError("packet was truncated")
+            op, fields, raw = _decode(data)
+        except ValueError:
+            close_fds(fds)
+            raise
+        return Packet(op, fields, raw, fds)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+
+def pair() -> tuple[Channel, Channel]:
+    """Two connected channels."""
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(left), Channel(right)
+
+
+def from_fd(fd: int) -> Channel:
+    """Channel over an inherited descriptor, which it owns from now on."""
+    return Channel(socket.socket(fileno=fd))
+
+
+def _encode(op: str, fields: dict[str, Any], raw: bytes, fds: Sequence[int]) -> bytes:
+    document = json.dumps({"op": op, **fields}, separators=(",", ":")).encode()
+    packet = _LENGTH.pack(len(document)) + document + raw
+    if len(packet) > PACKET_BYTES_MAX:
+        raise ValueError(f"packet {op!r} of {len(packet)} bytes exceeds {PACKET_BYTES_MAX}")
+    if len(fds) > FDS_MAX:
+        raise ValueError(f"packet {op!r} with {len(fds)} descriptors exceeds {FDS_MAX}")
+    return packet
+
+
+def _decode(data: bytes) -> tuple[str, dict[str, Any], bytes]:
+    if len(data) < _LENGTH.size:
+        raise ValueError("packet is shorter than its length word")
+    end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    if end > len(data):
+        raise ValueError("packet is shorter than its JSON part")
+    fields = json.loads(data[_LENGTH.size : end])
+    if not isinstance(fields, dict) or not isinstance(op := fields.pop("op", None), str):
+        raise ValueError("packet has no op")
+    return op, fields, data[end:]
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+class ConfigStore:
+    """A document in a memfd that a kill at any instruction leaves old or new, never mixed.
+
+    Layout: u64 active half (0 or 1), padding to 64 bytes, then two halves of ``half_bytes``, each a u64
+    length and the bytes. ``commit`` writes the half that is not active and then selects it by one 8-byte
+    aligned store, which x86-64 does not tear.
+
+    :param fd: the memfd; stays the caller's, the mapping is the store's own
+    :param half_bytes: size of one half in bytes
+    :param offset: where the store begins in the memfd, a multiple of the page size
+    """
+
+    HALF_BYTES = 1024 * 1024
+    _HEADER_BYTES = 64
+
+    def __init__(self, fd: int, half_bytes: int = HALF_BYTES, offset: int = 0) -> None:
+        self._half_bytes = half_bytes
+        self._map = mmap.mmap(fd, self.size(half_bytes), offset=offset)
+        self._words = memoryview(self._map).cast("Q")
+
+    @classmethod
+    def size(cls, half_bytes: int = HALF_BYTES) -> int:
+        """Bytes that a store with such halves takes."""
+        return cls._HEADER_BYTES + 2 * half_bytes
+
+    @classmethod
+    def create(cls, name: str = "config") -> int:
+        """A fresh memfd for an empty store."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(fd, cls.size())
+        return fd
+
+    def load(self) -> bytes:
+        """The document committed last; b"" when there was none."""
+        start = self._half(self._words[0])
+        (length,) = _U64.unpack_from(self._map, start)
+        return self._map[start + _U64.size : start + _U64.size + length]
+
+    def commit(self, data: bytes) -> None:
+        """Replace the document.
+
+        :raises ValueError: the document is larger than a half
+        """
+        if len(data) > self._half_bytes - _U64.size:
+            raise ValueError(f"document of {len(data)} bytes exceeds {self._half_bytes - _U64.size}")
+        inactive = 1 - self._words[0]
+        start = self._half(inactive)
+        self._map[start : start + _U64.size] = _U64.pack(len(data))
+        self._map[start + _U64.size : start + _U64.size + len(data)] = data
+        # A cast memoryview stores the word with one mov; slices of an mmap are copied bytewise.
+        self._words[0] = inactive
+
+    def _half(self, index: int) -> int:
+        assert index in (0, 1)
+        return self._HEADER_BYTES + index * self._half_bytes
+
+    def close(self) -> None:
+        """Unmap."""
+        self._words.release()
+        self._map.close()
+
+
+class Health:
+    """Heartbeats of one worker: u64 words in a memfd of 4096 bytes.
+
+    Word 0 belongs to the control thread, word 1 + i to poller i, word 60 is the number of pollers. A word
+    is alive while it changes; the value means nothing.
+    """
+
+    BYTES = 4096
+    CONTROL = 0
+    FIRST_POLLER = 1
+    POLLERS = 60
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, self.BYTES)
+        self.words = memoryview(self._map).cast("Q")
+
+    @classmethod
+    def create(cls) -> int:
+        """A fresh memfd with every word zero."""
+        fd = os.memfd_create("health", os.MFD_CLOEXEC)
+        os.ftruncate(fd, cls.BYTES)
+        return fd
+
+    def beat(self, word: int = CONTROL) -> None:
+        """Show that the owner of ``word`` is alive."""
+        self.words[word] += 1
+
+    def snapshot(self) -> tuple[int, ...]:
+        """The words that must move now: control, then each poller."""
+        pollers = min(self.words[self.POLLERS], self.POLLERS - self.FIRST_POLLER)
+        return tuple(self.words[: self.FIRST_POLLER + pollers])
+
+    def close(self) -> None:
+        """Unmap."""
+        self.words.release()
+        self._map.close()
