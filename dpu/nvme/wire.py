@@ -1,0 +1,236 @@
+"""NVMe wire structures: what host and controller exchange, declared once.
+
+Use: ``SubmissionEntry.from_buffer_copy(sqe)`` here, ``np.dtype(SubmissionEntry)`` in the compiled stage:
+one declaration serves both. Field names are the specification's, in lower case.
+
+Limits: little-endian machines; queue entries of 64 and 16 bytes (SQES 6, CQES 4); no metadata, no SGL.
+
+Source: NVM Express Base Specification 2.0 ("Base"), NVM Command Set Specification 1.0 ("NVM").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from ctypes import LittleEndianStructure, c_uint8, c_uint16, c_uint32, c_uint64
+from typing import Final
+
+BROADCAST_NSID: Final = 0xFFFFFFFF
+PAGE_BYTES: Final = 4096  # CC.MPS 0 is the only page size (CAP.MPSMIN = MPSMAX = 0)
+
+
+class SubmissionEntry(LittleEndianStructure):
+    """Submission Queue Entry, 64 bytes (Base figure 87, "Common Command Format")."""
+
+    opcode: int
+    flags: int
+    cid: int
+    nsid: int
+    cdw2: int
+    cdw3: int
+    mptr: int
+    prp1: int
+    prp2: int
+    cdw10: int
+    cdw11: int
+    cdw12: int
+    cdw13: int
+    cdw14: int
+    cdw15: int
+    _fields_ = [
+        ("opcode", c_uint8),  # CDW0 07:00
+        ("flags", c_uint8),  # CDW0 09:08 FUSE, 15:14 PSDT
+        ("cid", c_uint16),  # CDW0 31:16
+        ("nsid", c_uint32),
+        ("cdw2", c_uint32),
+        ("cdw3", c_uint32),
+        ("mptr", c_uint64),
+        ("prp1", c_uint64),
+        ("prp2", c_uint64),
+        ("cdw10", c_uint32),
+        ("cdw11", c_uint32),
+        ("cdw12", c_uint32),
+        ("cdw13", c_uint32),
+        ("cdw14", c_uint32),
+        ("cdw15", c_uint32),
+    ]
+
+
+FLAGS_FUSE: Final = 0x03  # SubmissionEntry.flags: CDW0 09:08
+FLAGS_PSDT: Final = 0xC0  # SubmissionEntry.flags: CDW0 15:14
+
+
+class CompletionEntry(LittleEndianStructure):
+    """Completion Queue Entry, 16 bytes (Base 3.3.3.2). ``status``: bit 0 the phase, 15:1 the Status Field."""
+
+    dw0: int
+    dw1: int
+    sqhd: int
+    sqid: int
+    cid: int
+    status: int
+    _fields_ = [
+        ("dw0", c_uint32),
+        ("dw1", c_uint32),
+        ("sqhd", c_uint16),
+        ("sqid", c_uint16),
+        ("cid", c_uint16),
+        ("status", c_uint16),
+    ]
+
+
+class DsmRange(LittleEndianStructure):
+    """One range of Dataset Management, 16 bytes (NVM 3.2.3). ``nlb`` is 1's based, unlike elsewhere."""
+
+    cattr: int
+    nlb: int
+    slba: int
+    _fields_ = [("cattr", c_uint32), ("nlb", c_uint32), ("slba", c_uint64)]
+
+
+DSM_RANGES_MAX: Final = 256  # CDW10 NR is 8 bits, 0's based
+
+
+class AdminOpcode(enum.IntEnum):
+    """Admin commands (Base figure 138); without a row in ``admin.COMMANDS``: Invalid Opcode."""
+
+    DELETE_SQ = 0x00
+    CREATE_SQ = 0x01
+    GET_LOG_PAGE = 0x02
+    DELETE_CQ = 0x04
+    CREATE_CQ = 0x05
+    IDENTIFY = 0x06
+    ABORT = 0x08
+    SET_FEATURES = 0x09
+    GET_FEATURES = 0x0A
+    ASYNC_EVENT_REQUEST = 0x0C
+    NAMESPACE_MANAGEMENT = 0x0D
+    FIRMWARE_COMMIT = 0x10
+    FIRMWARE_DOWNLOAD = 0x11
+    DEVICE_SELF_TEST = 0x14
+    NAMESPACE_ATTACHMENT = 0x15
+    KEEP_ALIVE = 0x18
+    DIRECTIVE_SEND = 0x19
+    DIRECTIVE_RECEIVE = 0x1A
+    VIRTUALIZATION_MANAGEMENT = 0x1C
+    DOORBELL_BUFFER_CONFIG = 0x7C
+    FORMAT_NVM = 0x80
+    SECURITY_SEND = 0x81
+    SECURITY_RECEIVE = 0x82
+    SANITIZE = 0x84
+    GET_LBA_STATUS = 0x86
+
+
+class NvmOpcode(enum.IntEnum):
+    """I/O commands of the NVM Command Set (NVM figure 12)."""
+
+    FLUSH = 0x00
+    WRITE = 0x01
+    READ = 0x02
+    WRITE_UNCORRECTABLE = 0x04
+    COMPARE = 0x05
+    WRITE_ZEROES = 0x08
+    DATASET_MANAGEMENT = 0x09
+    VERIFY = 0x0C
+    COPY = 0x19
+
+
+# CDW12 of Read, Write, Compare, Write Zeroes (NVM 3.2); NLB (15:0) is 0's based.
+CDW12_NLB: Final = 0x0000FFFF
+CDW12_DEAC: Final = 1 << 25  # Write Zeroes only
+CDW12_PRINFO: Final = 0xF << 26
+CDW12_FUA: Final = 1 << 30
+CDW12_LR: Final = 1 << 31
+# CDW11 of Dataset Management (NVM figure 39).
+CDW11_DSM_AD: Final = 1 << 2
+
+STATUS_DNR: Final = 1 << 14  # Do Not Retry, bit 31 of DW3
+STATUS_MORE: Final = 1 << 13  # More information in the error log, bit 30 of DW3
+
+
+class Status(enum.IntEnum):
+    """Status Code Type << 8 | Status Code (Base 3.3.3.2.1, NVM 3.1.2.2 from 80h on)."""
+
+    # Generic Command Status (SCT 0h)
+    SUCCESS = 0x000
+    INVALID_OPCODE = 0x001
+    INVALID_FIELD = 0x002
+    CID_CONFLICT = 0x003
+    DATA_TRANSFER_ERROR = 0x004
+    ABORTED_POWER_LOSS = 0x005
+    INTERNAL_ERROR = 0x006
+    ABORT_REQUESTED = 0x007
+    ABORTED_SQ_DELETION = 0x008
+    ABORTED_FAILED_FUSED = 0x009
+    ABORTED_MISSING_FUSED = 0x00A
+    INVALID_NAMESPACE_OR_FORMAT = 0x00B
+    COMMAND_SEQUENCE_ERROR = 0x00C
+    INVALID_SGL_SEGMENT = 0x00D
+    INVALID_SGL_COUNT = 0x00E
+    DATA_SGL_LENGTH_INVALID = 0x00F
+    METADATA_SGL_LENGTH_INVALID = 0x010
+    SGL_TYPE_INVALID = 0x011
+    INVALID_CMB_USE = 0x012
+    PRP_OFFSET_INVALID = 0x013
+    ATOMIC_WRITE_UNIT_EXCEEDED = 0x014
+    OPERATION_DENIED = 0x015
+    SGL_OFFSET_INVALID = 0x016
+    HOST_ID_INCONSISTENT = 0x018
+    KEEP_ALIVE_EXPIRED = 0x019
+    KEEP_ALIVE_INVALID = 0x01A
+    ABORTED_PREEMPT = 0x01B
+    SANITIZE_FAILED = 0x01C
+    SANITIZE_IN_PROGRESS = 0x01D
+    NAMESPACE_WRITE_PROTECTED = 0x020
+    COMMAND_INTERRUPTED = 0x021
+    TRANSIENT_TRANSPORT_ERROR = 0x022
+    LBA_OUT_OF_RANGE = 0x080
+    CAPACITY_EXCEEDED = 0x081
+    NAMESPACE_NOT_READY = 0x082
+    RESERVATION_CONFLICT = 0x083
+    FORMAT_IN_PROGRESS = 0x084
+    # Command Specific Status (SCT 1h)
+    COMPLETION_QUEUE_INVALID = 0x100
+    INVALID_QUEUE_IDENTIFIER = 0x101
+    INVALID_QUEUE_SIZE = 0x102
+    ABORT_LIMIT_EXCEEDED = 0x103
+    ASYNC_EVENT_LIMIT_EXCEEDED = 0x105
+    INVALID_FIRMWARE_SLOT = 0x106
+    INVALID_FIRMWARE_IMAGE = 0x107
+    INVALID_INTERRUPT_VECTOR = 0x108
+    INVALID_LOG_PAGE = 0x109
+    INVALID_FORMAT = 0x10A
+    FIRMWARE_NEEDS_RESET = 0x10B
+    INVALID_QUEUE_DELETION = 0x10C
+    FEATURE_NOT_SAVEABLE = 0x10D
+    FEATURE_NOT_CHANGEABLE = 0x10E
+    FEATURE_NOT_NAMESPACE_SPECIFIC = 0x10F
+    OVERLAPPING_RANGE = 0x114
+    NAMESPACE_ID_UNAVAILABLE = 0x116
+    INVALID_CONTROLLER_IDENTIFIER = 0x11F
+    IO_COMMAND_SET_NOT_SUPPORTED = 0x129
+    IO_COMMAND_SET_NOT_ENABLED = 0x12A
+    IO_COMMAND_SET_REJECTED = 0x12B
+    INVALID_IO_COMMAND_SET = 0x12C
+    CONFLICTING_ATTRIBUTES = 0x180
+    INVALID_PROTECTION_INFORMATION = 0x181
+    WRITE_TO_READ_ONLY_RANGE = 0x182
+    COMMAND_SIZE_LIMIT_EXCEEDED = 0x183
+    # Media and Data Integrity Errors (SCT 2h)
+    WRITE_FAULT = 0x280
+    UNRECOVERED_READ_ERROR = 0x281
+    GUARD_CHECK_ERROR = 0x282
+    APPLICATION_TAG_CHECK_ERROR = 0x283
+    REFERENCE_TAG_CHECK_ERROR = 0x284
+    COMPARE_FAILURE = 0x285
+    ACCESS_DENIED = 0x286
+    DEALLOCATED_BLOCK = 0x287
+
+    def field(self, *, dnr: bool = False, more: bool = False) -> int:
+        """The 15-bit Status Field (CQE DW3 31:17, without the phase bit)."""
+        return self | (STATUS_DNR if dnr else 0) | (STATUS_MORE if more else 0)
+
+
+assert ctypes.sizeof(SubmissionEntry) == 64
+assert ctypes.sizeof(CompletionEntry) == 16
+assert ctypes.sizeof(DsmRange) == 16
