@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class NamespaceConfig:
-    """``size`` and ``block_size`` in bytes. ``path``: only for "file"; None is a new file of the lab's own."""
+    """``size``, ``block_size`` in bytes. ``path``: only for "file"; None is a new file of the lab's own."""
 
     backend: Literal["memory", "null", "file"] = "memory"
     size: int = 1 << 30
