@@ -1,0 +1,175 @@
+"""What a lab has made, written down before it is used, so that a crash leaves nothing behind.
+
+    ledger = Ledger.create("demo")         # <runtime>/labs/demo-<pid>-<n>.jsonl, and a directory of that name
+    ledger.path(backing_file)              # removed with the lab
+    ledger.process(identity, "qemu vm0")   # killed with the lab
+    ledger.close()                         # the normal end
+    for found in clean(): print(found)     # `emu clean`: what dead labs left; living ones are left alone
+
+The file has one JSON object a line, each written by one write(2): first the owner, then {"add": ...} and
+{"drop": ...}. A last line that a crash cut off is ignored: what it would have named was not used yet.
+A lab lives while its owner does, told by pid, start time and boot.
+Errors: EmuError when the runtime directory cannot be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from emu.paths import runtime_dir
+from emu.process import Identity
+
+_SUFFIX = ".jsonl"
+_DRAFT = ".draft-"
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One thing of a dead lab that ``clean`` has found: a process (what it was) or a path."""
+
+    lab: str
+    kind: Literal["process", "path"]
+    what: str
+
+
+class Ledger:
+    """The book of one lab. ``directory``: short, for its sockets; goes away with it."""
+
+    def __init__(self, book: Path) -> None:
+        self.book = book
+        self.directory = book.with_suffix("")
+        self._paths: list[Path] = []
+
+    @classmethod
+    def create(cls, name: str, root: Path | None = None) -> Ledger:
+        """A new book and directory under ``root`` (default: the runtime directory), owned by this process."""
+        root = root or runtime_dir("labs")
+        owner = Identity.of(os.getpid())
+        assert owner is not None
+        for number in itertools.count():
+            ledger = cls(root / f"{name[:16]}-{owner.pid}-{number}{_SUFFIX}")
+            draft = root / f"{ledger.book.stem}{_DRAFT}{owner.pid}"
+            draft.write_text(_line(owner=asdict(owner)))
+            try:
+                os.link(draft, ledger.book)  # appears whole or not at all, and never replaces another's
+            except FileExistsError:
+                continue
+            finally:
+                draft.unlink()
+            break
+        ledger.directory.mkdir(mode=0o700)
+        return ledger
+
+    def process(self, identity: Identity, what: str) -> None:
+        """A child that must not outlive the lab."""
+        self._write(add="process", identity=asdict(identity), what=what)
+
+    def process_ended(self, identity: Identity) -> None:
+        """The child is gone and waited for."""
+        self._write(drop="process", identity=asdict(identity))
+
+    def path(self, path: Path) -> None:
+        """A file or directory that goes away with the lab; call this before making it."""
+        self._paths.append(path)
+        self._write(add="path", path=str(path))
+
+    def forget(self, path: Path) -> None:
+        """``path`` stays after all, or is gone already."""
+        self._paths.remove(path)
+        self._write(drop="path", path=str(path))
+
+    def close(self, keep: bool = False) -> None:
+        """All processes have ended: remove the paths, the directory and the book; ``keep``: only the book."""
+        if not keep:
+            for path in (*self._paths, self.directory):
+                _remove(path)
+        self.book.unlink(missing_ok=True)
+
+    def _write(self, **entry: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):  # closed: the end of a child may be noticed late
+            fd = os.open(self.book, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                os.write(fd, _line(**entry).encode())
+            finally:
+                os.close(fd)
+
+
+def clean(root: Path | None = None, dry_run: bool = False) -> list[Leftover]:
+    """Remove what labs with a dead owner have left; with ``dry_run`` only say what that is."""
+    root = root or runtime_dir("labs")
+    found: list[Leftover] = []
+    for book in sorted(root.glob("*" + _SUFFIX)):
+        try:
+            owner, processes, paths = _read(book)
+        except FileNotFoundError:  # its owner, or another `emu clean`, was faster
+            continue
+        if owner.alive():
+            continue
+        lab = book.stem
+        directory = book.with_suffix("")
+        living = {identity: what for identity, what in processes.items() if identity.alive()}
+        found += [Leftover(lab, "process", f"{what}, pid {one.pid}") for one, what in living.items()]
+        found += [Leftover(lab, "path", str(path)) for path in (*paths, directory) if os.path.lexists(path)]
+        if dry_run:
+            continue
+        for identity in living:
+            identity.kill()
+        _await_end(list(living))
+        for path in (*paths, directory):
+            _remove(path)
+        book.unlink(missing_ok=True)
+    for draft in root.glob("*" + _DRAFT + "*"):
+        if Identity.of(int(draft.name.rpartition("-")[2])) is None:
+            draft.unlink(missing_ok=True)
+    return found
+
+
+def _read(book: Path) -> tuple[Identity, dict[Identity, str], list[Path]]:
+    entries = list(_entries(book))
+    owner = Identity(**entries[0]["owner"])
+    processes: dict[Identity, str] = {}
+    paths: list[Path] = []
+    for entry in entries[1:]:
+        match entry:
+            case {"add": "process", "identity": identity, "what": what}:
+                processes[Identity(**identity)] = what
+            case {"drop": "process", "identity": identity}:
+                processes.pop(Identity(**identity), None)
+            case {"add": "path", "path": path}:
+                paths.append(Path(path))
+            case {"drop": "path", "path": path}:
+                paths.remove(Path(path))
+    return owner, processes, paths
+
+
+def _entries(book: Path) -> Iterator[dict[str, Any]]:
+    for line in book.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)
+
+
+def _line(**entry: Any) -> str:
+    return json.dumps(entry) + "\n"
+
+
+def _await_end(killed: list[Identity], limit_s: float = 10.0) -> None:
+    """SIGKILL takes a moment: a QEMU has its memory to give back, and holds its sockets until then."""
+    until = time.monotonic() + limit_s
+    while any(one.alive() for one in killed) and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
