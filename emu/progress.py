@@ -1,0 +1,132 @@
+"""What a person sees while something takes longer than a second.
+
+    progress = make(json=False)
+    progress.step("Fetching 90 packages", total=38_000_000)   # the former step is over
+    progress.advance(65536)
+    progress.note("KVM is not usable: ...; taking TCG")        # kept in progress.notes for the report
+    progress.close()
+
+A bar on a terminal, a line per step elsewhere, nothing with ``json``. Everything goes to standard error, so
+that standard output stays the command's own. Call it from one thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+
+class Progress(Protocol):
+    """The way that long work reports itself."""
+
+    notes: list[str]
+
+    def step(self, text: str, total: int | None = None) -> None:
+        """Begin the next step; ``total`` is its size in whatever unit ``advance`` counts, if known."""
+
+    def advance(self, count: int) -> None:
+        """``count`` more of the current step's total are done."""
+
+    def note(self, text: str) -> None:
+        """Say ``text`` once, and keep it for the report."""
+
+    def close(self) -> None:
+        """The last step is over."""
+
+
+class Silent:
+    """Says nothing; keeps the notes."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def step(self, text: str, total: int | None = None) -> None:
+        pass
+
+    def advance(self, count: int) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def close(self) -> None:
+        pass
+
+
+class Lines(Silent):
+    """A line per step and per note, and every few seconds how far a long step is."""
+
+    def __init__(self, stream: TextIO, interval_s: float = 5.0) -> None:
+        super().__init__()
+        self._stream = stream
+        self._interval_s = interval_s
+        self._text = ""
+        self._total = 0
+        self._done = 0
+        self._said_at = 0.0
+
+    def step(self, text: str, total: int | None = None) -> None:
+        self._text, self._total, self._done = text, total or 0, 0
+        self._said_at = time.monotonic()
+        print(text, file=self._stream, flush=True)
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if self._total and now - self._said_at >= self._interval_s:
+            self._said_at = now
+            print(f"{self._text}: {100 * self._done // self._total}%", file=self._stream, flush=True)
+
+    def note(self, text: str) -> None:
+        super().note(text)
+        print(text, file=self._stream, flush=True)
+
+
+class Bar(Silent):
+    """A spinner, a bar and the time on a terminal; a finished step stays as a line."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._bars = RichProgress(
+            SpinnerColumn(finished_text="[green]✓[/]"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bars.add_task("", visible=False)
+        self._bars.start()
+
+    def step(self, text: str, total: int | None = None) -> None:
+        self._finish()
+        self._task = self._bars.add_task(text, total=total)
+
+    def advance(self, count: int) -> None:
+        self._bars.advance(self._task, count)
+
+    def note(self, text: str) -> None:
+        super().note(text)
+        self._bars.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._finish()
+        self._bars.stop()
+
+    def _finish(self) -> None:
+        self._bars.update(self._task, total=1, completed=1)
+        self._bars.stop_task(self._task)
+
+
+def make(json: bool = False) -> Progress:
+    """The progress that fits standard error; silent for ``json``."""
+    if json:
+        return Silent()
+    if sys.stderr.isatty():
+        return Bar(Console(stderr=True))
+    return Lines(sys.stderr)
