@@ -1,0 +1,478 @@
+"""Scenario files: what a lab is made of and what runs in it.
+
+::
+
+    [vm.web]
+    vcpus = 2
+    memory = "512M"
+    nvme = ["card.fast"]             # the controllers it gets: DPU.CONTROLLER
+
+    [dpu.card]
+    cpus = [0]
+
+    [dpu.card.nvme.fast]
+    namespaces = [{ backend = "memory", size = "1G", block_size = 4096 }]
+
+    [[workload]]
+    type = "fio"
+    rw = "randread"
+
+A workload's ``vm`` and ``device`` may be left out where the scenario has one VM, or the VM one controller.
+
+Limits: names are 1 to 16 lower-case letters, digits, ``-`` and ``_``, because sockets are named after them.
+
+Errors: :class:`ScenarioError` holds every problem of the file at once, each with its line and, for a name
+that is not known, the nearest one that is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dpu.errors import EmuError
+from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
+from emu.toml_lines import Path as KeyPath
+from emu.toml_lines import key_lines, line_of
+from emu.units import Size
+from emu.workloads import WORKLOADS, Params
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,15}")
+_BLOCK = 4096
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NamespaceSpec(_Spec):
+    backend: Literal["memory", "null", "file"] = "memory"
+    size: Size = 1 << 30
+    block_size: Literal[512, 4096] = 512
+    path: str | None = None
+    """Of backend "file": the user's own file, made if it is not there. None: one of the lab's own."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> NamespaceSpec:
+        if self.path is not None and self.backend != "file":
+            raise ValueError(f'path goes with backend = "file", not with "{self.backend}"')
+        if self.size % self.block_size:
+            raise ValueError(f"size {self.size} is not a multiple of block_size {self.block_size}")
+        return self
+
+
+class ControllerSpec(_Spec):
+    namespaces: tuple[NamespaceSpec, ...] = Field(default=(NamespaceSpec(),), min_length=1, max_length=32)
+    serial: str = Field(default="", max_length=20, pattern=r"^[\x21-\x7e]*$")  # NVMe base 2.0, Identify: SN
+    model: str = Field(default="dpu-emu", max_length=40, pattern=r"^[\x20-\x7e]+$")  # MN
+
+
+class DpuSpec(_Spec):
+    cpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
+    """Host CPUs of its pollers; none: the daemon's own choice."""
+    nvme: dict[str, ControllerSpec] = {}
+
+
+class VmSpec(_Spec):
+    vcpus: int = Field(default=1, ge=1, le=64)
+    memory: Size = 512 << 20
+    kernel: str | None = None
+    initrd: str | None = None
+    kernel_args: str = ""
+    disk: str | None = None
+    qemu_args: tuple[str, ...] = ()
+    nvme: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> VmSpec:
+        if self.memory % (1 << 20):
+            raise ValueError("memory is a whole number of MiB")
+        if self.initrd is not None and self.kernel is None:
+            raise ValueError("initrd goes with a kernel")
+        return self
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a scenario: ``where`` is FILE:LINE, or the option on the command line."""
+
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+class ScenarioError(EmuError):
+    """Everything that is wrong with a scenario."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A checked scenario: every name in it exists, every workload has its VM and its device."""
+
+    name: str
+    vms: Mapping[str, VmSpec]
+    dpus: Mapping[str, DpuSpec]
+    workloads: tuple[Params, ...]
+    folder: Path = field(default_factory=Path)
+    """What the paths in it are relative to."""
+
+    def lab_config(self, **more: Any) -> LabConfig:
+        """The lab of this scenario; ``more`` are other fields of :class:`LabConfig`."""
+        return LabConfig(
+            name=self.name,
+            vms=tuple(self._vm(name, vm) for name, vm in self.vms.items()),
+            dpus=tuple(self._dpu(name, dpu) for name, dpu in self.dpus.items()),
+            **more,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "vm": {name: vm.model_dump(mode="json") for name, vm in self.vms.items()},
+            "dpu": {name: dpu.model_dump(mode="json") for name, dpu in self.dpus.items()},
+            "workload": [params.model_dump(mode="json") for params in self.workloads],
+        }
+
+    def _vm(self, name: str, vm: VmSpec) -> VmConfig:
+        return VmConfig(
+            name=name,
+            vcpus=vm.vcpus,
+            memory_mib=vm.memory >> 20,
+            dpus=tuple(split_device(device) for device in vm.nvme),
+            kernel=self._path(vm.kernel),
+            initrd=self._path(vm.initrd),
+            kernel_args=vm.kernel_args,
+            disks=() if vm.disk is None else (DiskConfig(self.folder / vm.disk),),
+            qemu_args=vm.qemu_args,
+        )
+
+    def _dpu(self, name: str, dpu: DpuSpec) -> DpuConfig:
+        controllers = tuple(
+            ControllerConfig(
+                name=controller_name,
+                namespaces=tuple(
+                    NamespaceConfig(spec.backend, spec.size, spec.block_size, self._path(spec.path))
+                    for spec in controller.namespaces
+                ),
+                serial=controller.serial,
+                model=controller.model,
+            )
+            for controller_name, controller in dpu.nvme.items()
+        )
+        return DpuConfig(name=name, controllers=controllers, cpus=",".join(map(str, dpu.cpus)))
+
+    def _path(self, path: str | None) -> Path | None:
+        return None if path is None else self.folder / path
+
+
+def split_device(device: str) -> tuple[str, str]:
+    """ "card.fast" as ("card", "fast")."""
+    dpu, _, controller = device.partition(".")
+    return dpu, controller
+
+
+def load(path: Path) -> Scenario:
+    """The scenario in the file ``path``; paths in it are relative to its folder."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EmuError(f"cannot read {path}: {error.strerror}", "give the path of a scenario file") from error
+    except UnicodeDecodeError as error:
+        raise ScenarioError([Problem(f"{path}:1", "the file is not UTF-8 text")]) from error
+    return parse(text, str(path), path.parent)
+
+
+def parse(text: str, file: str, folder: Path) -> Scenario:
+    """The scenario in ``text``, which came from ``file`` (for messages)."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        position = re.search(r" \(at line (\d+), column \d+\)| \(at end of document\)", str(error))
+        line = position[1] if position and position[1] else text.count("\n") + 1
+        message = str(error)[: position.start()] if position else str(error)
+        raise ScenarioError([Problem(f"{file}:{line}", message)]) from error
+    lines = key_lines(text)
+    return check(document, Path(file).stem, folder, lambda path: f"{file}:{line_of(lines, path)}")
+
+
+def check(document: Mapping[str, Any], name: str, folder: Path, where: Any) -> Scenario:
+    """The scenario in ``document``. ``where(path)`` says where a key is. ScenarioError has every problem."""
+    checker = _Checker(document, folder, where)
+    scenario = checker.scenario(name)
+    if checker.problems:
+        raise ScenarioError(checker.problems)
+    return scenario
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class _Checker:
+    """Checks part by part, so that one wrong part does not hide the problems of the others."""
+
+    def __init__(self, document: Mapping[str, Any], folder: Path, where: Any) -> None:
+        self.document = document
+        self.folder = folder
+        self.where = where
+        self.problems: list[Problem] = []
+
+    def problem(self, path: KeyPath, message: str) -> None:
+        self.problems.append(Problem(self.where(path), message))
+
+    def scenario(self, name: str) -> Scenario:
+        for key in self.document:
+            if key not in ("vm", "dpu", "workload"):
+                self.problem((key,), _unknown("key", key, ("vm", "dpu", "workload")))
+        dpus = self.named_parts("dpu", DpuSpec)
+        vms = self.named_parts("vm", VmSpec)
+        self.check_attachments()
+        self.check_shared(dpus)
+        workloads = self.workloads()
+        if not self.document.get("vm"):
+            self.problem((), "there is no VM; add a table such as [vm.web]")
+        self.problems.sort(key=lambda problem: _line(problem.where))
+        return Scenario(name, vms, dpus, tuple(workloads), self.folder)
+
+    def named_parts(self, kind: str, model: type[Model]) -> dict[str, Model]:
+        """The tables ``[kind.NAME]`` that are right."""
+        table = self.document.get(kind, {})
+        if not isinstance(table, dict):
+            self.problem((kind,), f"{kind} is a table of tables: [{kind}.NAME]")
+            return {}
+        parts: dict[str, Model] = {}
+        for name, raw in table.items():
+            path = (kind, name)
+            self.check_name(path, name)
+            part = self.part(model, raw, path)
+            if part is not None:
+                parts[name] = part
+            if kind == "dpu" and isinstance(raw, dict) and isinstance(raw.get("nvme"), dict):
+                for controller in raw["nvme"]:
+                    self.check_name((*path, "nvme", controller), controller)
+        return parts
+
+    def check_name(self, path: KeyPath, name: str) -> None:
+        if not _NAME.fullmatch(name):
+            self.problem(path, f'"{name}" is no name; use 1 to 16 of a-z, 0-9, "-" and "_"')
+
+    def part(self, model: type[Model], raw: Any, path: KeyPath) -> Model | None:
+        if not isinstance(raw, dict):
+            self.problem(path, f"{_shown(path)} is a table")
+            return None
+        try:
+            return model.model_validate(raw)
+        except ValidationError as error:
+            details = error.errors(include_url=False)
+            for detail in details:
+                if detail["type"] == "too_short" and len(details) > 1:
+                    continue  # pydantic counts only the elements that are right
+                self.problem((*path, *detail["loc"]), _explain(model, path, detail))
+            return None
+
+    def check_attachments(self) -> None:
+        """Every attached controller exists and has one VM."""
+        devices = self.devices()
+        taken: dict[str, str] = {}
+        for name in _table(self.document.get("vm")):
+            for index, device in enumerate(self.attached(name)):
+                path = ("vm", name, "nvme", index)
+                if device not in devices:
+                    self.problem(path, _unknown("controller", device, devices))
+                elif device in taken:
+                    self.problem(path, f'controller "{device}" is attached already, to VM "{taken[device]}"')
+                taken.setdefault(device, name)
+
+    def check_shared(self, dpus: Mapping[str, DpuSpec]) -> None:
+        """No two controllers have one serial number, no two namespaces one file."""
+        serials: set[str] = set()
+        files: set[Path] = set()
+        for name, dpu in dpus.items():
+            for controller_name, controller in dpu.nvme.items():
+                path: KeyPath = ("dpu", name, "nvme", controller_name)
+                if controller.serial in serials:
+                    self.problem((*path, "serial"), f'serial "{controller.serial}" is used twice')
+                serials |= {controller.serial} - {""}
+                for index, spec in enumerate(controller.namespaces):
+                    file = None if spec.path is None else (self.folder / spec.path).resolve()
+                    if file in files:
+                        self.problem((*path, "namespaces", index, "path"), f"file {spec.path} is used twice")
+                    files |= set() if file is None else {file}
+
+    def attached(self, vm: str) -> list[str]:
+        """The controllers that the document gives to ``vm``, known or not."""
+        raw = _table(_table(self.document.get("vm")).get(vm)).get("nvme", [])
+        return [device for device in raw if isinstance(device, str)] if isinstance(raw, list) else []
+
+    def devices(self) -> list[str]:
+        """Every DPU.CONTROLLER that the document names, right or wrong otherwise."""
+        return [
+            f"{dpu}.{controller}"
+            for dpu, raw in _table(self.document.get("dpu")).items()
+            for controller in _table(_table(raw).get("nvme"))
+        ]
+
+    def workloads(self) -> Iterable[Params]:
+        raw_workloads = self.document.get("workload", [])
+        if not isinstance(raw_workloads, list):
+            self.problem(("workload",), "workload is an array of tables: [[workload]]")
+            return []
+        checked = (self.workload(raw, ("workload", index)) for index, raw in enumerate(raw_workloads))
+        return [params for params in checked if params is not None]
+
+    def workload(self, raw: Any, path: KeyPath) -> Params | None:
+        kind = _table(raw).get("type")
+        if not isinstance(kind, str) or kind not in WORKLOADS:
+            at = (*path, "type") if kind is not None else path
+            self.problem(
+                at, "type is missing" if kind is None else _unknown("workload type", kind, WORKLOADS)
+            )
+            return None
+        params = self.part(WORKLOADS[kind].params, raw, path)
+        common = params or self.common(raw)
+        if common is None:
+            return None
+        vm = self.chosen_vm(common, path)
+        device = self.chosen_device(common, vm, path) if vm else ""
+        return params and params.model_copy(
+            update={
+                "vm": vm,
+                "device": device,
+                "name": params.name or kind,
+                **self.files(params, WORKLOADS[kind].paths, path),
+            }
+        )
+
+    def common(self, raw: Mapping[str, Any]) -> Params | None:
+        """What every workload has, out of one whose own parameters are wrong."""
+        try:
+            return Params.model_validate({key: raw[key] for key in Params.model_fields if key in raw})
+        except ValidationError:
+            return None
+
+    def files(self, params: Params, keys: Iterable[str], path: KeyPath) -> dict[str, str]:
+        """The user's files among the parameters, by key, relative to the scenario's folder no more."""
+        files: dict[str, str] = {}
+        for key in keys:
+            value = getattr(params, key)
+            if value is not None:
+                files[key] = str(self.folder / value)
+                if not Path(files[key]).is_file():
+                    self.problem((*path, key), f"there is no file {files[key]}")
+        return files
+
+    def chosen_vm(self, params: Params, path: KeyPath) -> str:
+        """The VM it names, or the only one; "" with a problem otherwise."""
+        names = list(_table(self.document.get("vm")))
+        if params.vm in names:
+            return params.vm
+        if params.vm:
+            self.problem((*path, "vm"), _unknown("VM", params.vm, names))
+        elif len(names) == 1:
+            return names[0]
+        elif names:
+            self.problem(path, f"vm is missing; one of: {', '.join(names)}")
+        return ""
+
+    def chosen_device(self, params: Params, vm: str, path: KeyPath) -> str:
+        """The device it names, or its VM's only one; "" with a problem otherwise."""
+        attached = self.attached(vm)
+        if params.device and params.device not in attached:
+            elsewhere = params.device in self.devices()
+            self.problem(
+                (*path, "device"),
+                f'"{params.device}" is not attached to VM "{vm}"; add it to vm.{vm}.nvme'
+                if elsewhere
+                else _unknown("controller", params.device, attached),
+            )
+        elif not params.device and len(attached) != 1:
+            self.problem(
+                path,
+                f"device is missing; one of: {', '.join(attached)}"
+                if attached
+                else f'VM "{vm}" has no controller to work on; add nvme = ["DPU.CONTROLLER"] to it',
+            )
+        else:
+            device = params.device or attached[0]
+            self.check_nsid(params, device, path)
+            return device
+        return ""
+
+    def check_nsid(self, params: Params, device: str, path: KeyPath) -> None:
+        dpu, controller = split_device(device)
+        raw = _table(_table(_table(_table(self.document.get("dpu")).get(dpu)).get("nvme")).get(controller))
+        namespaces = raw.get("namespaces", [{}])
+        if isinstance(namespaces, list) and params.nsid > len(namespaces):
+            count = len(namespaces)
+            self.problem(
+                (*path, "nsid"), f'controller "{device}" has namespace{"s" * (count > 1)} 1 to {count}'
+            )
+
+
+def _table(raw: Any) -> Mapping[str, Any]:
+    return raw if isinstance(raw, dict) else {}
+
+
+def _shown(path: KeyPath) -> str:
+    """A path as a person writes it: [vm.web], [[workload]]."""
+    if path[0] == "workload":
+        return "[[workload]]"
+    return f"[{'.'.join(str(key) for key in path if isinstance(key, str))}]"
+
+
+def _line(where: str) -> int:
+    line = where.rpartition(":")[2]
+    return int(line) if line.isdigit() else 0
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """A sentence about a name that is not known, with the nearest that is, or with all of them."""
+    names = [str(item) for item in known]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if near:
+        hint = f'; did you mean "{near[0]}"?'
+    else:
+        hint = f"; known: {', '.join(names)}" if names else "; there is none"
+    return f'unknown {kind} "{name}"{hint}'
+
+
+def _explain(model: type[BaseModel], path: KeyPath, detail: Any) -> str:
+    """A pydantic error in this project's words."""
+    location: KeyPath = tuple(detail["loc"])
+    key = location[-1] if location and isinstance(location[-1], str) else ""
+    if detail["type"] == "extra_forbidden":
+        around = (*path, *location[:-1])
+        return f"{_unknown('key', key, _fields(model, location[:-1]))} (in {_shown(around)})"
+    if detail["type"] == "missing":
+        return f"{key} is missing"
+    if detail["type"] == "value_error":
+        message = str(detail["ctx"]["error"])
+        return f"{key}: {message}" if key else message
+    if detail["type"] == "literal_error":
+        expected = re.findall(r"'([^']*)'|(\d+)", detail["ctx"]["expected"])
+        return _unknown(key, str(detail["input"]), (text or number for text, number in expected))
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"{'.'.join(map(str, location))}: {message}, not {detail['input']!r}"
+
+
+def _fields(model: type[BaseModel], location: KeyPath) -> list[str]:
+    """The keys that ``model`` takes at ``location`` inside it."""
+    annotation: Any = model
+    for step in location:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            annotation = annotation.model_fields[str(step)].annotation
+        else:
+            annotation = annotation.__args__[0 if isinstance(step, int) else 1]
+    return list(annotation.model_fields)

@@ -1,0 +1,165 @@
+"""What a workload is: parameters with types, one coroutine, a result made of samples.
+
+A workload is one module with a :class:`Workload` in it and one row in ``emu.workloads.WORKLOADS``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dpu.errors import EmuError
+
+
+class Params(BaseModel):
+    """What every workload takes. ``vm`` and ``device`` may be left out where only one is possible."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: str
+    name: str = Field(default="", max_length=64)
+    """What the report calls it; "" is its type."""
+    vm: str = ""
+    device: str = ""
+    """The controller it works on, as DPU.CONTROLLER."""
+    nsid: int = Field(default=1, ge=1)
+
+
+class Output(Protocol):
+    """What ``Guest.exec`` returns, as far as workloads read it."""
+
+    @property
+    def code(self) -> int: ...
+    @property
+    def stdout(self) -> bytes: ...
+    @property
+    def stderr(self) -> bytes: ...
+
+
+class GuestLike(Protocol):
+    """The part of :class:`emu.guest.Guest` that workloads use."""
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout_s: float,
+        input: bytes | None = None,
+        on_output: Callable[[str, bytes], None] | None = None,
+    ) -> Output: ...
+
+    async def read_file(self, path: str) -> bytes: ...
+
+    async def write_file(self, path: str, data: bytes, mode: int = 0o644) -> None: ...
+
+
+@dataclass(frozen=True)
+class BlockDevice:
+    """A namespace as the guest's kernel shows it."""
+
+    path: str  # /dev/nvme0n1
+    controller: str  # nvme0
+    nsid: int
+    block_size: int  # bytes
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where a workload runs.
+
+    ``timeout_scale``: how much longer than on KVM things may take (1.0 there).
+    ``done``: called with the part of the work that is done, 0.0 to 1.0, whenever that is known.
+    """
+
+    guest: GuestLike
+    device: BlockDevice
+    timeout_scale: float = 1.0
+    done: Callable[[float], None] = lambda fraction: None
+
+    async def run(self, argv: Sequence[str], timeout_s: float, **more: Any) -> Output:
+        """Runs ``argv`` in the guest; a failure is a :class:`WorkloadError` with the end of its output."""
+        result = await self.guest.exec(argv, timeout_s=timeout_s * self.timeout_scale, **more)
+        if result.code != 0:
+            said = tail(result.stderr or result.stdout)
+            raise WorkloadError(f"`{shlex.join(argv)}` ended with {result.code} in the guest: {said}")
+        return result
+
+
+class WorkloadError(EmuError):
+    """The workload ran and did not pass. It becomes the ``error`` of its result, not the end of the run."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One number: ``metric`` in ``unit``, of the operation ``op`` ("read", "write", ... or "")."""
+
+    metric: str
+    value: float
+    unit: str
+    op: str = ""
+
+
+@dataclass
+class Result:
+    """What came of a workload.
+
+    ``detail``: what does not fit a number. ``files``: whole outputs by file name, kept beside the report.
+    """
+
+    type: str
+    name: str = ""
+    vm: str = ""
+    device: str = ""
+    ok: bool = True
+    error: str = ""
+    seconds: float = 0.0
+    samples: list[Sample] = field(default_factory=list)
+    detail: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict, repr=False)
+
+    def value(self, metric: str, op: str = "") -> float:
+        """The one sample ``metric`` of ``op``. KeyError names what there is instead."""
+        for sample in self.samples:
+            if sample.metric == metric and sample.op == op:
+                return sample.value
+        known = sorted({f"{sample.op} {sample.metric}".strip() for sample in self.samples})
+        raise KeyError(f"no sample {op} {metric}; there are: {', '.join(known)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as a JSON object; of ``files`` only the names."""
+        return {**asdict(self), "files": sorted(self.files)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A row of the table.
+
+    ``main``: the parameter that follows the type's colon on the command line (``fio:randread``).
+    ``paths``: parameters that are files of the user's, relative to the scenario.
+    ``run``: raises :class:`WorkloadError` when the guest's data or a program in the guest is wrong.
+    """
+
+    params: type[Params]
+    run: Callable[[Any, Context], Awaitable[Result]]
+    main: str = ""
+    paths: tuple[str, ...] = ()
+
+
+def tail(output: bytes, lines: int = 5) -> str:
+    """The last ``lines`` lines of a program's output in one line."""
+    text = output.decode(errors="replace").strip()
+    return " | ".join(line.strip() for line in text.splitlines()[-lines:]) or "(no output)"
+
+
+def read_user_file(path: str) -> bytes:
+    """A file of the user's. EmuError when it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise EmuError(f"cannot read {path}: {error.strerror}", "check the workload's path") from error

@@ -1,0 +1,256 @@
+"""Scenario files: what is accepted, and what is said about what is not."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from dpu.errors import EmuError
+from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
+from emu.scenario import ScenarioError, load, parse
+from emu.units import format_duration, format_size, parse_duration, parse_size
+from emu.workloads.fio import FioParams
+
+GOOD = """
+[vm.web]
+vcpus = 2
+memory = "1G"
+kernel = "bzImage"
+disk = "root.qcow2"
+qemu_args = ["-device", "edu"]
+nvme = ["card.fast", "card.bulk"]
+
+[vm.idle]
+
+[dpu.card]
+cpus = [0, 1]
+
+[dpu.card.nvme.fast]
+namespaces = [{ size = "1G", block_size = 4096 }, { backend = "null", size = "2G" }]
+
+[dpu.card.nvme.bulk]
+serial = "S1"
+[[dpu.card.nvme.bulk.namespaces]]
+backend = "file"
+size = "64M"
+path = "bulk.raw"
+
+[[workload]]
+type = "fio"
+vm = "web"
+device = "card.fast"
+nsid = 2
+runtime = "1m"
+"""
+
+
+def problems(text: str, folder: Path = Path()) -> list[str]:
+    with pytest.raises(ScenarioError) as caught:
+        parse(text, "x.toml", folder)
+    assert str(caught.value) == "\n".join(map(str, caught.value.problems))
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_scenario_becomes_the_lab_that_it_describes() -> None:
+    scenario = parse(GOOD, "there/good.toml", Path("there"))
+    assert scenario.lab_config(accel="tcg") == LabConfig(
+        name="good",
+        accel="tcg",
+        vms=(
+            VmConfig(
+                name="web",
+                vcpus=2,
+                memory_mib=1024,
+                dpus=(("card", "fast"), ("card", "bulk")),
+                kernel=Path("there/bzImage"),
+                disks=(DiskConfig(Path("there/root.qcow2")),),
+                qemu_args=("-device", "edu"),
+            ),
+            VmConfig(name="idle"),
+        ),
+        dpus=(
+            DpuConfig(
+                name="card",
+                cpus="0,1",
+                controllers=(
+                    ControllerConfig(
+                        "fast",
+                        (
+                            NamespaceConfig("memory", 1 << 30, 4096),
+                            NamespaceConfig("null", 2 << 30, 512),
+                        ),
+                    ),
+                    ControllerConfig(
+                        "bulk", (NamespaceConfig("file", 64 << 20, 512, Path("there/bulk.raw")),), serial="S1"
+                    ),
+                ),
+            ),
+        ),
+    )
+    (params,) = scenario.workloads
+    assert isinstance(params, FioParams)
+    assert (params.name, params.vm, params.device, params.nsid) == ("fio", "web", "card.fast", 2)
+    assert (params.rw, params.runtime) == ("randread", 60.0)
+
+
+def test_the_only_vm_and_the_only_controller_need_no_naming() -> None:
+    scenario = parse(
+        '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n[[workload]]\ntype = "verify"\n', "x.toml", Path()
+    )
+    assert [(params.vm, params.device) for params in scenario.workloads] == [("a", "d.c")]
+
+
+def test_packaged_scenarios_are_right() -> None:
+    files = [file for file in (resources.files("emu") / "scenarios").iterdir() if file.name.endswith(".toml")]
+    assert any(file.name == "demo.toml" for file in files)
+    for file in files:
+        parse(file.read_text(), file.name, Path())
+
+
+def test_every_problem_is_reported_at_once_with_its_line_and_the_nearest_name() -> None:
+    text = """\
+[vm.web]
+vcpu = 2
+memory = "5X"
+nvme = ["card.fst", "card.fast"]
+[vm.Db]
+nvme = ["card.fast"]
+[dpu.card.nvme.fast]
+namespaces = [
+  { backend = "memry" },
+  { sise = "1G" },
+]
+[[workload]]
+type = "fi"
+[[workload]]
+type = "fio"
+vm = "wb"
+rw = "randred"
+[[workload]]
+type = "verify"
+vm = "Db"
+nsid = 3
+[workloads]
+"""
+    assert problems(text) == [
+        'x.toml:2: unknown key "vcpu"; did you mean "vcpus"? (in [vm.web])',
+        'x.toml:3: memory: \'5X\' is not a size; write bytes or a text such as "512M" or "1G"',
+        'x.toml:4: unknown controller "card.fst"; did you mean "card.fast"?',
+        'x.toml:5: "Db" is no name; use 1 to 16 of a-z, 0-9, "-" and "_"',
+        'x.toml:6: controller "card.fast" is attached already, to VM "web"',
+        'x.toml:9: unknown backend "memry"; did you mean "memory"?',
+        'x.toml:10: unknown key "sise"; did you mean "size"? (in [dpu.card.nvme.fast.namespaces])',
+        'x.toml:13: unknown workload type "fi"; did you mean "fio"?',
+        'x.toml:16: unknown VM "wb"; did you mean "web"?',
+        'x.toml:17: unknown rw "randred"; did you mean "randread"?',
+        'x.toml:21: controller "card.fast" has namespaces 1 to 2',
+        'x.toml:22: unknown key "workloads"; did you mean "workload"?',
+    ]
+
+
+BASE = '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "1: there is no VM; add a table such as [vm.web]"),
+        ("a = ", "1: Invalid value"),
+        ("\n\n[vm.a]\n[vm.a]\n", "4: Cannot declare ('vm', 'a') twice"),
+        ("[vm.a]\nvcpus = 0\n", "2: vcpus: input should be greater than or equal to 1, not 0"),
+        ('[vm.a]\nmemory = "1025K"\n', "1: memory is a whole number of MiB"),
+        ('[vm.a]\ninitrd = "x"\n', "1: initrd goes with a kernel"),
+        ("vm = 1\n", "1: vm is a table of tables: [vm.NAME]"),
+        ("[vm]\na = 1\n", "2: [vm.a] is a table"),
+        ('[vm.a]\n[[workload]]\ntype = "fs"\n', '2: VM "a" has no controller to work on'),
+        ('[vm.a]\n[vm.b]\n[[workload]]\ntype = "fs"\n', "3: vm is missing; one of: a, b"),
+        (BASE + "[[workload]]\n", "4: type is missing"),
+        (BASE + "workload = 1\n", "4: unknown key"),
+        (BASE + '[[workload]]\ntype = "script"\n', "4: path is missing"),
+        (BASE + '[[workload]]\ntype = "script"\npath = "no.sh"\n', "6: there is no file no.sh"),
+        (BASE + '[[workload]]\ntype = "fio"\nruntime = "20"\n', "6: runtime: '20' is not a duration"),
+        (BASE + '[[workload]]\ntype = "fio"\njob = "j"\nbs = "4k"\n', "4: job = 'j' has its own parameters"),
+        (BASE + '[dpu.e.nvme.f]\n[[workload]]\ntype = "fs"\ndevice = "e.f"\n', '7: "e.f" is not attached'),
+        (BASE + "namespaces = []\n", "4: nvme.c.namespaces: tuple should have at least 1 item"),
+        (BASE + 'namespaces = [{ path = "x" }]\n', '4: path goes with backend = "file"'),
+        (BASE + 'namespaces = [{ size = "1000B" }]\n', "4: size 1000 is not a multiple of block_size 512"),
+        (BASE + 'serial = "S"\n[dpu.d.nvme.e]\nserial = "S"\n', '6: serial "S" is used twice'),
+        (BASE + 'namespaces = [{backend="file",path="f"},\n{backend="file",path="./f"}]\n', "5: file ./f is"),
+    ],
+)  # fmt: skip
+def test_one_problem(text: str, expected: str) -> None:
+    said = problems(text)
+    assert any(expected in line.removeprefix("x.toml:") for line in said), said
+    assert len(said) <= 2
+
+
+def test_a_device_must_be_named_where_there_are_two() -> None:
+    text = '[vm.a]\nnvme = ["d.c", "d.e"]\n[dpu.d.nvme.c]\n[dpu.d.nvme.e]\n[[workload]]\ntype = "fs"\n'
+    assert problems(text) == ["x.toml:5: device is missing; one of: d.c, d.e"]
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "s.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "x.toml").write_text(BASE + '[[workload]]\ntype = "script"\npath = "s.sh"\n')
+    (params,) = load(tmp_path / "x.toml").workloads
+    assert params.model_dump()["path"] == str(tmp_path / "s.sh")
+
+
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(EmuError, match=r"cannot read .*nothing\.toml: No such file"):
+        load(tmp_path / "nothing.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ScenarioError, match="not UTF-8"):
+        load(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1G", 1 << 30),
+        ("512M", 512 << 20),
+        ("1.5k", 1536),
+        ("4KiB", 4096),
+        ("7", 7),
+        (9, 9),
+        ("2 TB", 2 << 40),
+    ],
+)
+def test_sizes(text: str | int, expected: int) -> None:
+    assert parse_size(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1", "1X", 0, True, "1.5", "0K", None, 1.5, "1 G G"])
+def test_what_is_no_size(text: str | int) -> None:
+    with pytest.raises(ValueError):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("20s", 20.0), ("500ms", 0.5), ("2m", 120.0), ("1.5h", 5400.0)]
+)
+def test_durations(text: str, expected: float) -> None:
+    assert parse_duration(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "20", "s", "-1s", "0s", "1d", 20])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_duration(text)
+
+
+def test_numbers_for_people() -> None:
+    assert [format_size(value) for value in (512, 1536, 1 << 30, 3 << 40)] == [
+        "512 B",
+        "1.5 KiB",
+        "1 GiB",
+        "3 TiB",
+    ]
+    assert [format_duration(value) for value in (9e-7, 15.3e-6, 0.0042, 75.0)] == [
+        "900 ns",
+        "15.3 us",
+        "4.2 ms",
+        "75 s",
+    ]
