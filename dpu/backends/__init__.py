@@ -1,0 +1,24 @@
+"""Back ends: what a namespace's blocks live on. One file and one row each."""
+
+from __future__ import annotations
+
+from dpu.backends.base import BLOCK_SIZES, Backend, Kind, os_error, stash_key
+from dpu.backends.file import FileBackend
+from dpu.backends.memory import MemoryBackend
+from dpu.backends.null import NullBackend
+
+BACKENDS: dict[str, type[Backend]] = {
+    backend.config_type: backend for backend in (NullBackend, MemoryBackend, FileBackend)
+}
+
+__all__ = [
+    "BACKENDS",
+    "BLOCK_SIZES",
+    "Backend",
+    "FileBackend",
+    "Kind",
+    "MemoryBackend",
+    "NullBackend",
+    "os_error",
+    "stash_key",
+]

@@ -1,0 +1,209 @@
+"""File back end: an existing file or block device, locked against a second user.
+
+Use: ``bdev_aio_create`` with filename, name, [block_size (bytes, 512 or 4096), readonly, fallocate, uuid] and
+``cache_mode``, a key of ours beside SPDK's: "direct" (O_DIRECT or refuse), "buffered" (page cache), left out:
+direct where the file system takes it, else buffered. ``direct`` and ``dio_align_bytes`` say what came of it.
+``fallocate``: Deallocate punches holes; without it Deallocate is advice that is not taken, as in SPDK.
+The lock is flock(2) on the open file description. The stashed duplicate shares it, so it is held from worker
+to worker; it falls when the keeper ends.
+Limits: the size is read once, when the device is made, and must be a multiple of the block size.
+Errors: -2 no such file, -13/-30 not allowed, -16 the file is in use by another bdev or another program (SPDK
+has no such check), -22 not a file or block device, empty, or not a multiple of the block size.
+Source: SPDK's aio bdev; open(2) O_DIRECT, flock(2), ioctl BLKGETSIZE64 and BLKSSZGET.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import struct
+import uuid as uuids
+from typing import Any, Literal
+
+from dpu.backends.base import BLOCK_SIZES, Backend, Kind, check_geometry, os_error
+
+log = logging.getLogger(__name__)
+
+CacheMode = Literal["direct", "buffered"]
+
+# <linux/fs.h>; the asm-generic encoding, which x86-64 uses.
+BLKSSZGET = 0x1268
+BLKGETSIZE64 = 0x80081272
+
+_UUID_SPACE = uuids.UUID("6e1a2a0c-2d53-4f67-9d8e-6c0e1d5b7a11")
+
+
+class FileBackend(Backend):
+    """``direct``: fd has O_DIRECT. ``dio_align_bytes``: offset, length and memory of a request must be
+    multiples of it (1 when buffered)."""
+
+    kind = Kind.FILE
+    product_name = "AIO disk"
+    config_type = "file"
+    io_types = frozenset({"read", "write", "flush", "reset", "write_zeroes"})
+
+    path: str
+    direct: bool
+    dio_align_bytes: int
+    fallocate: bool
+    block_size_given: bool
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        path: str,
+        block_size: int | None = None,
+        *,
+        uuid: uuids.UUID | None = None,
+        readonly: bool = False,
+        fallocate: bool = False,
+        cache_mode: CacheMode | None = None,
+    ) -> FileBackend:
+        """Open, measure and lock ``path``. block_size None: the device's own, or 4096 for a file."""
+        try:
+            fd = _open(path, readonly)
+        except OSError as error:
+            log.error("bdev %s: cannot open %r: %s", name, path, error.strerror)
+            raise os_error(error.errno or errno.EIO) from error
+        try:
+            status = os.fstat(fd)
+            size_bytes, native_block_size = _measure(fd, status)
+            given = block_size is not None
+            block_size = block_size if block_size is not None else native_block_size
+            if block_size not in BLOCK_SIZES or size_bytes % block_size:
+                log.error(
+                    "bdev %s: block size %d must be 512 or 4096 and divide the %d bytes of %r",
+                    name,
+                    block_size,
+                    size_bytes,
+                    path,
+                )
+                raise os_error(errno.EINVAL)
+            check_geometry(block_size, size_bytes // block_size)
+            _lock(fd, name, path)
+            align = 0 if cache_mode == "buffered" else _enable_direct(fd, block_size)
+            if cache_mode == "direct" and not align:
+                log.error("bdev %s: %r cannot be read with O_DIRECT; use cache_mode buffered", name, path)
+                raise os_error(errno.EINVAL)
+        except OSError as error:
+            os.close(fd)
+            raise os_error(error.errno or errno.EIO) from error
+        except BaseException:
+            os.close(fd)
+            raise
+        # The same file is the same disk to a guest, also after the daemon was started anew.
+        uuid = uuid or uuids.uuid5(_UUID_SPACE, f"{os.path.realpath(path)}:{status.st_ino}:{name}")
+        backend = cls(
+            name,
+            block_size,
+            size_bytes // block_size,
+            uuid,
+            fd=fd,
+            readonly=readonly,
+            supports_discard=fallocate and not readonly,
+        )
+        backend._set(path, align, fallocate, given)
+        return backend
+
+    def _set(self, path: str, dio_align_bytes: int, fallocate: bool, block_size_given: bool) -> None:
+        self.path = path
+        self.direct = dio_align_bytes > 0
+        self.dio_align_bytes = dio_align_bytes or 1
+        self.fallocate = fallocate
+        self.block_size_given = block_size_given
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], fd: int) -> FileBackend:
+        assert fd >= 0, f"the keeper has lost the file of bdev {config['name']}"
+        backend = cls(
+            config["name"],
+            config["block_size"],
+            config["num_blocks"],
+            uuids.UUID(config["uuid"]),
+            fd=fd,
+            readonly=config["readonly"],
+            supports_discard=config["fallocate"] and not config["readonly"],
+        )
+        backend._set(
+            config["filename"], config["dio_align_bytes"], config["fallocate"], config["block_size_given"]
+        )
+        return backend
+
+    def to_config(self) -> dict[str, Any]:
+        return {
+            **super().to_config(),
+            "filename": self.path,
+            "readonly": self.readonly,
+            "fallocate": self.fallocate,
+            "block_size_given": self.block_size_given,
+            "dio_align_bytes": self.dio_align_bytes if self.direct else 0,
+        }
+
+    def driver_specific(self) -> dict[str, Any]:
+        """SPDK's keys, and ``cache_mode`` of ours."""
+        return {
+            "aio": {
+                "filename": self.path,
+                "block_size_override": self.block_size_given,
+                "readonly": self.readonly,
+                "fallocate": self.fallocate,
+                "nowait": False,
+                "cache_mode": "direct" if self.direct else "buffered",
+            }
+        }
+
+
+def _open(path: str, readonly: bool) -> int:
+    # Looked at before it is opened: to open a FIFO or a character device may block or do something.
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
+        raise OSError(errno.EINVAL, "neither a file nor a block device")
+    return os.open(path, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC)
+
+
+def _measure(fd: int, status: os.stat_result) -> tuple[int, int]:
+    """Size and native block size, both in bytes."""
+    if stat.S_ISBLK(status.st_mode):
+        (size_bytes,) = struct.unpack("Q", fcntl.ioctl(fd, BLKGETSIZE64, bytes(8)))
+        (block_size,) = struct.unpack("i", fcntl.ioctl(fd, BLKSSZGET, bytes(4)))
+        return size_bytes, block_size
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "neither a file nor a block device")
+    return status.st_size, 4096
+
+
+def _lock(fd: int, name: str, path: str) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        log.error("bdev %s: %r is locked: another bdev or another program uses it", name, path)
+        raise os_error(errno.EBUSY) from error
+
+
+def _enable_direct(fd: int, block_size: int) -> int:
+    """Set O_DIRECT if blocks of ``block_size`` can be read through it.
+
+    Returns the smallest alignment in bytes that was seen to work (512 or 4096), 0 when it stays buffered.
+    """
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:
+        return 0
+    with mmap.mmap(-1, 8192) as page:
+        for align in BLOCK_SIZES:
+            if align > block_size:
+                break
+            with memoryview(page) as view, view[align : 2 * align] as buffer:
+                try:
+                    os.preadv(fd, [buffer], align)
+                except OSError:
+                    continue
+                return align
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return 0

@@ -1,0 +1,308 @@
+"""The method table: one row per RPC, SPDK's names, parameters and answers.
+
+Use: ``Dispatcher(method_table(target))``. To add an RPC, add a row.
+Parameters of SPDK's that this target cannot follow are taken where they change nothing (``only``), so that
+``spdk-rpc``, which sends them with their neutral values, works. ``_hint`` marks those that tune SPDK's own
+memory and have no counterpart here; they are taken with any value.
+Ours beside SPDK's: ``dpu_get_stats``, and ``cache_mode`` of ``bdev_aio_create``.
+Source: SPDK's JSON-RPC documentation; PyPI ``spdk`` 26.9 for what a client sends; recorded answers for the
+rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+from dpu.backends import FileBackend, MemoryBackend, NullBackend
+from dpu.rpc.dispatcher import (
+    INVALID_PARAMS,
+    TIMEOUT_S,
+    Method,
+    Param,
+    Then,
+    boolean,
+    hexadecimal,
+    i32,
+    nested,
+    one_of,
+    only,
+    string,
+    u32,
+    u64,
+    uuid,
+)
+from dpu.target import Target, Transport, invalid
+
+# The SPDK release whose dialect this is.
+SPDK_MAJOR, SPDK_MINOR = 26, 5
+
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGQUIT")
+
+
+def _name() -> Param:
+    return Param("name", string, required=True)
+
+
+def _neutral(name: str, *values: Any) -> Param:
+    """SPDK has it, we do not: taken with a value that changes nothing."""
+    return Param(name, only(*values), ignored=True)
+
+
+def _hint(name: str) -> Param:
+    """Tunes memory or timers that SPDK has and we do not: checked as a number, then not used."""
+    return Param(name, i32, ignored=True)
+
+
+_TGT_NAME = Param("tgt_name", only("nvmf_tgt"), ignored=True)
+_NQN = Param("nqn", string, required=True)
+_GEOMETRY = (
+    Param("num_blocks", u64, required=True),
+    Param("block_size", u32, required=True),
+    Param("uuid", uuid),
+    _neutral("physical_block_size", 0, 512, 4096),
+    _neutral("md_size", 0),
+    _neutral("dif_type", 0),
+    _neutral("dif_is_head_of_md", False),
+    _neutral("dif_pi_format", 0),
+)
+_ADDRESS = nested(
+    Param("trtype", string, required=True),
+    Param("traddr", string, required=True),
+    Param("trsvcid", string, default=""),
+    Param("adrfam", string, ignored=True),
+)
+
+
+def method_table(target: Target) -> dict[str, Method]:
+    """The rows, bound to ``target``."""
+    table: dict[str, Method] = {}
+
+    async def get_methods(current: bool, include_aliases: bool) -> list[str]:
+        return list(table)
+
+    async def get_version() -> dict[str, Any]:
+        suffix = f"-dpu-emu-{metadata.version('dpu-emu')}"
+        return {
+            "version": f"SPDK v{SPDK_MAJOR}.{SPDK_MINOR:02}{suffix}",
+            "fields": {"major": SPDK_MAJOR, "minor": SPDK_MINOR, "patch": 0, "suffix": suffix},
+        }
+
+    async def kill_instance(sig_name: str) -> Then:
+        if sig_name not in _STOP_SIGNALS:
+            raise invalid(f"spdk_kill_instance takes {', '.join(_STOP_SIGNALS)}, got {sig_name!r}")
+        return Then(True, target.host.stop)
+
+    async def get_stats() -> dict[str, Any]:
+        return target.host.stats()
+
+    async def get_bdevs(name: str | None, timeout: int) -> list[dict[str, Any]]:
+        return await target.get_bdevs(name, timeout)
+
+    async def delete_null(name: str) -> bool:
+        return await target.delete_bdev(name, NullBackend)
+
+    async def delete_memory(name: str) -> bool:
+        return await target.delete_bdev(name, MemoryBackend)
+
+    async def delete_file(name: str) -> bool:
+        return await target.delete_bdev(name, FileBackend)
+
+    async def create_transport(trtype: str, **options: bool) -> bool:
+        return await target.create_transport(trtype, Transport(**options))
+
+    async def get_subsystems(nqn: str | None) -> list[dict[str, Any]]:
+        return target.get_subsystems(nqn)
+
+    async def get_controllers(nqn: str) -> list[dict[str, Any]]:
+        return target.get_controllers(nqn)
+
+    async def add_namespace(nqn: str, namespace: dict[str, Any]) -> int:
+        return await target.add_namespace(nqn=nqn, **namespace)
+
+    async def add_listener(nqn: str, listen_address: dict[str, str]) -> bool:
+        return await target.add_listener(nqn=nqn, **listen_address)
+
+    async def remove_listener(nqn: str, listen_address: dict[str, str]) -> bool:
+        return await target.remove_listener(nqn=nqn, **listen_address)
+
+    rows = [
+        Method("spdk_get_version", get_version),
+        Method(
+            "rpc_get_methods",
+            get_methods,
+            (Param("current", boolean, default=False), Param("include_aliases", boolean, default=False)),
+            INVALID_PARAMS,
+        ),
+        Method(
+            "spdk_kill_instance", kill_instance, (Param("sig_name", string, required=True),), INVALID_PARAMS
+        ),
+        Method("dpu_get_stats", get_stats),
+        Method(
+            "bdev_get_bdevs",
+            get_bdevs,
+            (Param("name", string), Param("timeout", u32, default=0)),
+            timeout_s=_get_bdevs_timeout_s,
+        ),
+        Method(
+            "bdev_malloc_create",
+            target.create_memory,
+            (
+                Param("name", string),
+                *_GEOMETRY,
+                _neutral("optimal_io_boundary", 0),
+                _neutral("md_interleave", False),
+                _neutral("numa_id", -1),
+            ),
+        ),
+        Method("bdev_malloc_delete", delete_memory, (_name(),)),
+        Method(
+            "bdev_null_create",
+            target.create_null,
+            (
+                _name(),
+                *_GEOMETRY,
+                _neutral("preferred_write_alignment", 0),
+                _neutral("preferred_write_granularity", 0),
+                _neutral("optimal_write_size", 0),
+                _neutral("preferred_unmap_alignment", 0),
+                _neutral("preferred_unmap_granularity", 0),
+            ),
+        ),
+        Method("bdev_null_delete", delete_null, (_name(),)),
+        Method(
+            "bdev_aio_create",
+            target.create_file,
+            (
+                _name(),
+                Param("filename", string, required=True),
+                Param("block_size", u32),
+                Param("readonly", boolean, default=False),
+                Param("fallocate", boolean, default=False),
+                Param("uuid", uuid),
+                _neutral("nowait", False),
+                Param("cache_mode", one_of("direct", "buffered")),
+            ),
+        ),
+        Method("bdev_aio_delete", delete_file, (_name(),)),
+        Method(
+            "nvmf_create_transport",
+            create_transport,
+            (
+                Param("trtype", string, required=True),
+                Param("disable_mappable_bar0", boolean, default=False),
+                Param("disable_adaptive_irq", boolean, default=False),
+                Param("disable_shadow_doorbells", boolean, default=False),
+                _TGT_NAME,
+                _neutral("zcopy", False),
+                _neutral("dif_insert_or_strip", False),
+                # These have other transports than ours; spdk-rpc sends their defaults to every transport.
+                Param("no_srq", boolean, ignored=True),
+                Param("c2h_success", boolean, ignored=True),
+                Param("no_wr_batching", boolean, ignored=True),
+                Param("disable_command_passthru", boolean, ignored=True),
+                _hint("max_queue_depth"),
+                _hint("max_io_qpairs_per_ctrlr"),
+                _hint("in_capsule_data_size"),
+                _hint("max_io_size"),
+                _hint("io_unit_size"),
+                _hint("max_aq_depth"),
+                _hint("num_shared_buffers"),
+                _hint("buf_cache_size"),
+                _hint("iobuf_small_cache_size"),
+                _hint("iobuf_large_cache_size"),
+                _hint("num_cqe"),
+                _hint("max_srq_depth"),
+                _hint("sock_priority"),
+                _hint("acceptor_backlog"),
+                _hint("acceptor_poll_rate"),
+                _hint("abort_timeout_sec"),
+                _hint("ack_timeout"),
+                _hint("control_msg_num"),
+                _hint("data_wr_pool_size"),
+                _hint("kas"),
+                _hint("min_kato"),
+            ),
+            INVALID_PARAMS,
+        ),
+        Method(
+            "nvmf_create_subsystem",
+            target.create_subsystem,
+            (
+                _NQN,
+                Param("serial_number", string),
+                Param("model_number", string),
+                Param("max_namespaces", u32, default=0),
+                Param("allow_any_host", boolean, default=False),
+                _TGT_NAME,
+                _neutral("ana_reporting", False),
+                _neutral("passthrough", False),
+                _neutral("min_cntlid", 1),
+                _neutral("max_cntlid", 65519),
+                Param("enable_nssr", boolean, ignored=True),
+                Param("dmrsl", u64, ignored=True),
+                Param("wzsl", u32, ignored=True),
+                Param("admin_label", string, ignored=True),
+            ),
+            INVALID_PARAMS,
+        ),
+        Method("nvmf_delete_subsystem", target.delete_subsystem, (_NQN, _TGT_NAME), INVALID_PARAMS),
+        Method("nvmf_get_subsystems", get_subsystems, (Param("nqn", string), _TGT_NAME), INVALID_PARAMS),
+        Method("nvmf_subsystem_get_controllers", get_controllers, (_NQN, _TGT_NAME), INVALID_PARAMS),
+        Method(
+            "nvmf_subsystem_add_ns",
+            add_namespace,
+            (
+                _NQN,
+                Param(
+                    "namespace",
+                    nested(
+                        Param("bdev_name", string, required=True),
+                        Param("nsid", u32, default=0),
+                        Param("uuid", uuid),
+                        Param("nguid", hexadecimal(16)),
+                        Param("eui64", hexadecimal(8)),
+                        _neutral("no_auto_visible", False),
+                        _hint("anagrpid"),
+                    ),
+                    required=True,
+                ),
+                _TGT_NAME,
+            ),
+            INVALID_PARAMS,
+        ),
+        Method(
+            "nvmf_subsystem_remove_ns",
+            target.remove_namespace,
+            (_NQN, Param("nsid", u32, required=True), _TGT_NAME),
+            INVALID_PARAMS,
+        ),
+        Method(
+            "nvmf_subsystem_add_listener",
+            add_listener,
+            (
+                _NQN,
+                Param("listen_address", _ADDRESS, required=True),
+                _TGT_NAME,
+                _neutral("secure_channel", False),
+                _neutral("ana_state", "optimized"),
+                _neutral("numa_id", -1),
+                Param("sock_impl", string, ignored=True),
+            ),
+            INVALID_PARAMS,
+        ),
+        Method(
+            "nvmf_subsystem_remove_listener",
+            remove_listener,
+            (_NQN, Param("listen_address", _ADDRESS, required=True), _TGT_NAME),
+            INVALID_PARAMS,
+        ),
+    ]
+    table.update((row.name, row) for row in rows)
+    return table
+
+
+def _get_bdevs_timeout_s(params: Mapping[str, Any]) -> float:
+    waits_ms: int = params["timeout"]
+    return TIMEOUT_S + waits_ms / 1000

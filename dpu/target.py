@@ -1,0 +1,658 @@
+"""The target: back ends, subsystems, namespaces and listeners, and the rules for changing them.
+
+Use: ``Target(host)``; its async methods stand behind the RPCs of ``dpu.rpc.methods``. After a worker has
+adopted: ``from_config(config, fds)``, then ``await recover(listeners)`` before clients are served.
+
+Every change is one step from one stored configuration to the next (``Host.commit``), in an order that
+survives SIGKILL at any point: what a configuration names is made before it is committed (memfd stashed,
+socket listening), what it no longer names is taken down afterwards. What a kill left over is dropped by
+``from_config`` and ``recover``. Changes are serial: one at a time, under a lock.
+
+Errors: ``RpcError`` with SPDK's code and text; what it does not say goes to the log with its fix.
+Source: recorded answers of SPDK v26.05 (tests/conformance/spdk_rpc_vectors.json); NVMe Base 2.0, 4.5 for
+NQNs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import errno
+import hashlib
+import logging
+import os
+import re
+import uuid as uuids
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dpu.backends import BACKENDS, Backend, FileBackend, MemoryBackend, NullBackend, os_error, stash_key
+from dpu.backends.file import CacheMode
+from dpu.errors import RpcError
+from dpu.killpoint import killpoint
+from dpu.nvme.controller import NamespaceInfo
+
+log = logging.getLogger(__name__)
+
+INVALID_PARAMS = -32602
+INTERNAL_ERROR = -32603
+
+TRANSPORT = "VFIOUSER"
+DISCOVERY_NQN = "nqn.2014-08.org.nvmexpress.discovery"
+MODEL_DEFAULT = "dpu-emu NVMe controller"
+NAMESPACES_DEFAULT = 32
+NAMESPACES_MAX = 1024
+NAME_BYTES_MAX = 255
+NQN_BYTES_MAX = 223
+SERIAL_BYTES_MAX = 20
+MODEL_BYTES_MAX = 40
+SOCKET_PATH_BYTES_MAX = 107
+CONFIG_VERSION = 1
+
+_NQN_UUID = re.compile(
+    r"nqn\.2014-08\.org\.nvmexpress:uuid:[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+)
+_NQN_DOMAIN = re.compile(
+    r"nqn\.\d{4}-(0[1-9]|1[0-2])"
+    r"(\.[A-Za-z]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)+"
+    r":.+",
+    re.DOTALL,
+)
+
+
+class Host(Protocol):
+    """What the target needs of the worker it runs in. Owner: dpu/worker.py."""
+
+    def stash(self, key: str, fd: int) -> None:
+        """Have the keeper hold a duplicate of ``fd`` (the caller keeps its own) under ``key``."""
+
+    def unstash(self, key: str) -> None:
+        """Have the keeper close what it holds under ``key``; unknown keys are fine."""
+
+    async def listen(self, key: str, path: str) -> None:
+        """Have the keeper listen on the socket ``path``. OSError when it cannot."""
+
+    async def unlisten(self, key: str) -> None:
+        """Stop listening, remove the socket file, and disconnect the clients that came by it."""
+
+    def commit(self, config: dict[str, Any]) -> None:
+        """Store the configuration: a new worker sees all of it or none. May raise; then nothing is stored."""
+
+    def namespace_added(self, subsystem: Subsystem, nsid: int) -> None:
+        """The namespace is committed: serve it, tell the controllers. May raise RpcError; then it is
+        undone."""
+
+    async def namespace_removed(self, subsystem: Subsystem, nsid: int) -> None:
+        """``nsid`` is no longer in ``subsystem``: return when no command uses its back end any more."""
+
+    async def subsystem_deleted(self, subsystem: Subsystem) -> None:
+        """Disconnect its controllers: return when no command uses its back ends any more."""
+
+    def controllers(self) -> list[dict[str, Any]]:
+        """Per controller: ``subnqn`` and SPDK's cntlid, hostnqn, hostid, num_io_qpairs."""
+
+    def stats(self) -> dict[str, Any]:
+        """The JSON-able answer of ``dpu_get_stats``."""
+
+    def stop(self) -> None:
+        """End the daemon cleanly."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """``nvmf_create_transport``'s options that mean something here."""
+
+    disable_mappable_bar0: bool = False
+    disable_adaptive_irq: bool = False
+    disable_shadow_doorbells: bool = False
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A back end as ``nsid`` of one subsystem. ``uuid`` and ``nguid`` are the back end's unless given."""
+
+    nsid: int
+    backend: Backend
+    uuid: uuids.UUID
+    nguid: bytes
+    eui64: bytes = bytes(8)
+
+    @property
+    def info(self) -> NamespaceInfo:
+        return NamespaceInfo(
+            nsid=self.nsid,
+            num_blocks=self.backend.num_blocks,
+            block_size=self.backend.block_size,
+            nguid=self.nguid,
+            eui64=self.eui64,
+            uuid=self.uuid.bytes,
+            product=self.backend.product_name,
+            supports_discard=self.backend.supports_discard,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The object in ``nvmf_get_subsystems``: EUI-64 only where there is one."""
+        return {
+            "nsid": self.nsid,
+            "bdev_name": self.backend.name,
+            "name": self.backend.name,
+            "nguid": self.nguid.hex().upper(),
+            **({"eui64": self.eui64.hex().upper()} if any(self.eui64) else {}),
+            "uuid": str(self.uuid),
+        }
+
+    def to_config(self) -> dict[str, Any]:
+        return {
+            "nsid": self.nsid,
+            "bdev_name": self.backend.name,
+            "uuid": str(self.uuid),
+            "nguid": self.nguid.hex(),
+            "eui64": self.eui64.hex(),
+        }
+
+
+@dataclass(frozen=True)
+class Listener:
+    """``traddr``: a directory; clients connect to the socket ``cntrl`` in it."""
+
+    nqn: str
+    traddr: str
+    trsvcid: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.nqn}|{self.traddr}"
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self.traddr, "cntrl")
+
+    def describe(self) -> dict[str, Any]:
+        return {"trtype": TRANSPORT, "adrfam": "unknown", "traddr": self.traddr, "trsvcid": self.trsvcid}
+
+
+@dataclass
+class Subsystem:
+    """One NVM subsystem; satisfies ``dpu.nvme``'s SubsystemView."""
+
+    nqn: str
+    serial: str
+    model: str
+    max_namespaces: int = NAMESPACES_DEFAULT
+    allow_any_host: bool = False  # kept and reported; a vfio-user client does not say who it is
+    by_nsid: dict[int, Namespace] = field(default_factory=dict)
+    listeners: dict[str, Listener] = field(default_factory=dict)
+
+    def namespaces(self) -> list[NamespaceInfo]:
+        """Active namespaces by rising nsid."""
+        return [self.by_nsid[nsid].info for nsid in sorted(self.by_nsid)]
+
+    def backend(self, nsid: int) -> Backend:
+        """KeyError when ``nsid`` is not active."""
+        return self.by_nsid[nsid].backend
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "nqn": self.nqn,
+            "subtype": "NVMe",
+            "listen_addresses": [listener.describe() for listener in self.listeners.values()],
+            "allow_any_host": self.allow_any_host,
+            "hosts": [],
+            "serial_number": self.serial,
+            "model_number": self.model,
+            "max_namespaces": self.max_namespaces,
+            "passthrough": False,
+            "min_cntlid": 1,
+            "max_cntlid": 65519,
+            "namespaces": [self.by_nsid[nsid].describe() for nsid in sorted(self.by_nsid)],
+        }
+
+    def to_config(self) -> dict[str, Any]:
+        return {
+            "nqn": self.nqn,
+            "serial_number": self.serial,
+            "model_number": self.model,
+            "max_namespaces": self.max_namespaces,
+            "allow_any_host": self.allow_any_host,
+            "namespaces": [namespace.to_config() for namespace in self.by_nsid.values()],
+            "listeners": [
+                {"traddr": listener.traddr, "trsvcid": listener.trsvcid}
+                for listener in self.listeners.values()
+            ],
+        }
+
+
+class Target:
+    """The whole configuration of one daemon. Read its tables freely; change them by its methods only."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.bdevs: dict[str, Backend] = {}
+        self.transport: Transport | None = None
+        self.subsystems: dict[str, Subsystem] = {}
+        self._malloc_count = 0
+        self._lock = asyncio.Lock()
+        self._bdev_added = asyncio.Event()
+
+    # -- stored configuration
+
+    def to_config(self) -> dict[str, Any]:
+        return {
+            "version": CONFIG_VERSION,
+            "malloc_count": self._malloc_count,
+            "bdevs": [backend.to_config() for backend in self.bdevs.values()],
+            "transport": vars(self.transport) if self.transport else None,
+            "subsystems": [subsystem.to_config() for subsystem in self.subsystems.values()],
+        }
+
+    def from_config(self, config: dict[str, Any], fds: dict[str, int]) -> None:
+        """Take over from a dead worker. ``config``: of its last ``Host.commit``, {} when there was none.
+
+        ``fds``: everything stashed. Keys ``bdev/...`` are taken out of it: kept by the back end that the
+        configuration names, closed and unstashed when it names none. Other keys are left alone.
+        """
+        if config:
+            assert config["version"] == CONFIG_VERSION, config["version"]
+            self._malloc_count = config["malloc_count"]
+            for row in config["bdevs"]:
+                backend_type = BACKENDS[row["type"]]
+                self.bdevs[row["name"]] = backend_type.from_config(row, fds.pop(stash_key(row["name"]), -1))
+            self.transport = Transport(**config["transport"]) if config["transport"] else None
+            for row in config["subsystems"]:
+                self.subsystems[row["nqn"]] = self._subsystem_from_config(row)
+        for key in [key for key in fds if key.startswith(stash_key(""))]:
+            os.close(fds.pop(key))
+            self.host.unstash(key)
+
+    def _subsystem_from_config(self, row: dict[str, Any]) -> Subsystem:
+        listeners = [Listener(row["nqn"], item["traddr"], item["trsvcid"]) for item in row["listeners"]]
+        return Subsystem(
+            nqn=row["nqn"],
+            serial=row["serial_number"],
+            model=row["model_number"],
+            max_namespaces=row["max_namespaces"],
+            allow_any_host=row["allow_any_host"],
+            by_nsid={
+                item["nsid"]: Namespace(
+                    item["nsid"],
+                    self.bdevs[item["bdev_name"]],
+                    uuids.UUID(item["uuid"]),
+                    bytes.fromhex(item["nguid"]),
+                    bytes.fromhex(item["eui64"]),
+                )
+                for item in row["namespaces"]
+            },
+            listeners={listener.key: listener for listener in listeners},
+        )
+
+    async def recover(self, listeners: Mapping[str, str]) -> None:
+        """``listeners``: key -> path that the keeper has. Closes those that no subsystem names."""
+        for key in listeners:
+            if self.subsystem_of(key) is None:
+                await self.host.unlisten(key)
+
+    def subsystem_of(self, listener_key: str) -> Subsystem | None:
+        """Whom a client that came by this listener talks to; None when the listener is gone."""
+        for subsystem in self.subsystems.values():
+            if listener_key in subsystem.listeners:
+                return subsystem
+        return None
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        """Change the tables inside; leaving commits them. An exception puts them back as they were."""
+        saved = copy.copy(self.bdevs), self.transport, copy.copy(self.subsystems), self._malloc_count
+        inner = {nqn: (dict(one.by_nsid), dict(one.listeners)) for nqn, one in self.subsystems.items()}
+        try:
+            yield
+            killpoint("rpc_before_commit")
+            self.host.commit(self.to_config())
+        except BaseException:
+            self.bdevs, self.transport, self.subsystems, self._malloc_count = saved
+            for nqn, (by_nsid, listeners) in inner.items():
+                self.subsystems[nqn].by_nsid, self.subsystems[nqn].listeners = by_nsid, listeners
+            raise
+        killpoint("rpc_after_commit")
+
+    # -- bdevs
+
+    def find_bdev(self, name: str) -> Backend | None:
+        """By name, or by the alias that every bdev has, its UUID."""
+        backend = self.bdevs.get(name)
+        if backend is None:
+            backend = next((one for one in self.bdevs.values() if str(one.uuid) == name.lower()), None)
+        return backend
+
+    def _claimed(self, backend: Backend) -> bool:
+        return any(
+            namespace.backend is backend
+            for one in self.subsystems.values()
+            for namespace in one.by_nsid.values()
+        )
+
+    def describe_bdev(self, backend: Backend) -> dict[str, Any]:
+        return {**backend.describe(), "claimed": self._claimed(backend)}
+
+    async def get_bdevs(self, name: str | None = None, timeout_ms: int = 0) -> list[dict[str, Any]]:
+        """All in the order of creation, or one; waits up to ``timeout_ms`` for that one to appear."""
+        if name is None:
+            return [self.describe_bdev(backend) for backend in self.bdevs.values()]
+        try:
+            async with asyncio.timeout(timeout_ms / 1000 if timeout_ms else None):
+                while (backend := self.find_bdev(name)) is None:
+                    if not timeout_ms:
+                        raise os_error(errno.ENODEV)
+                    self._bdev_added.clear()
+                    await self._bdev_added.wait()
+        except TimeoutError:
+            raise os_error(errno.ETIMEDOUT) from None
+        return [self.describe_bdev(backend)]
+
+    async def create_null(
+        self, *, name: str, num_blocks: int, block_size: int, uuid: uuids.UUID | None = None
+    ) -> str:
+        return await self._add_bdev(
+            name, uuid, lambda: NullBackend.create(name, block_size, num_blocks, uuid or uuids.uuid4())
+        )
+
+    async def create_memory(
+        self, *, num_blocks: int, block_size: int, name: str | None = None, uuid: uuids.UUID | None = None
+    ) -> str:
+        """``name`` None: "Malloc" and a number."""
+
+        def make() -> Backend:
+            chosen = name if name is not None else self._next_malloc_name()
+            others = self.bdevs.values()
+            return MemoryBackend.create(chosen, block_size, num_blocks, uuid or uuids.uuid4(), others)
+
+        return await self._add_bdev(name, uuid, make)
+
+    def _next_malloc_name(self) -> str:
+        while True:
+            name = f"Malloc{self._malloc_count}"
+            self._malloc_count += 1
+            if self.find_bdev(name) is None:
+                return name
+
+    async def create_file(
+        self,
+        *,
+        name: str,
+        filename: str,
+        block_size: int | None = None,
+        readonly: bool = False,
+        fallocate: bool = False,
+        uuid: uuids.UUID | None = None,
+        cache_mode: CacheMode | None = None,
+    ) -> str:
+        return await self._add_bdev(
+            name,
+            uuid,
+            lambda: FileBackend.create(
+                name,
+                filename,
+                block_size,
+                uuid=uuid,
+                readonly=readonly,
+                fallocate=fallocate,
+                cache_mode=cache_mode,
+            ),
+        )
+
+    async def _add_bdev(self, name: str | None, uuid: uuids.UUID | None, make: Callable[[], Backend]) -> str:
+        async with self._lock:
+            if name is not None:
+                if not 0 < len(name.encode()) <= NAME_BYTES_MAX:
+                    raise os_error(errno.EINVAL)
+                if self.find_bdev(name) is not None:
+                    raise os_error(errno.EEXIST)
+            if uuid is not None and self.find_bdev(str(uuid)) is not None:
+                raise os_error(errno.EEXIST)
+            backend: Backend | None = None
+            try:
+                with self._change():
+                    backend = make()
+                    if self.find_bdev(str(backend.uuid)) is not None:
+                        raise os_error(errno.EEXIST)
+                    if backend.stash_key is not None:
+                        self.host.stash(backend.stash_key, backend.fd)
+                    self.bdevs[backend.name] = backend
+            except BaseException:
+                if backend is not None:
+                    self._release(backend)
+                raise
+            self._bdev_added.set()
+            return backend.name
+
+    def _release(self, backend: Backend) -> None:
+        if backend.stash_key is not None:
+            self.host.unstash(backend.stash_key)
+        backend.close()
+
+    async def delete_bdev(self, name: str, kind: type[Backend]) -> bool:
+        """-19 when there is none of this kind. Namespaces on it are removed first, in the same commit."""
+        async with self._lock:
+            backend = self.find_bdev(name)
+            if not isinstance(backend, kind):
+                raise os_error(errno.ENODEV)
+            users = [
+                (subsystem, nsid)
+                for subsystem in self.subsystems.values()
+                for nsid, namespace in subsystem.by_nsid.items()
+                if namespace.backend is backend
+            ]
+            with self._change():
+                for subsystem, nsid in users:
+                    del subsystem.by_nsid[nsid]
+                del self.bdevs[backend.name]
+            for subsystem, nsid in users:
+                await self.host.namespace_removed(subsystem, nsid)
+            self._release(backend)
+            return True
+
+    # -- transport and subsystems
+
+    async def create_transport(self, trtype: str, transport: Transport) -> bool:
+        async with self._lock:
+            if trtype.upper() != TRANSPORT:
+                log.error("transport type %r: this target speaks VFIOUSER only", trtype)
+                raise RpcError(INVALID_PARAMS, f"Invalid transport type '{trtype}'")
+            if self.transport is not None:
+                raise RpcError(INTERNAL_ERROR, f"Transport type '{TRANSPORT}' already exists")
+            with self._change():
+                self.transport = transport
+            return True
+
+    async def create_subsystem(
+        self,
+        *,
+        nqn: str,
+        serial_number: str | None = None,
+        model_number: str | None = None,
+        max_namespaces: int = 0,
+        allow_any_host: bool = False,
+    ) -> bool:
+        """``max_namespaces`` 0: 32. ``serial_number`` None: made from the NQN, the same every time."""
+        async with self._lock:
+            serial = serial_number if serial_number is not None else default_serial(nqn)
+            model = model_number if model_number is not None else MODEL_DEFAULT
+            problem = nqn_problem(nqn) or _identity_problem(serial, model, max_namespaces)
+            if nqn in self.subsystems:
+                problem = "it exists"
+            if problem:
+                log.error("nvmf_create_subsystem %r: %s", nqn, problem)
+                raise RpcError(INTERNAL_ERROR, f"Unable to create subsystem {nqn}")
+            with self._change():
+                self.subsystems[nqn] = Subsystem(
+                    nqn, serial, model, max_namespaces or NAMESPACES_DEFAULT, allow_any_host
+                )
+            return True
+
+    async def delete_subsystem(self, nqn: str) -> bool:
+        async with self._lock:
+            subsystem = self._subsystem(nqn)
+            with self._change():
+                del self.subsystems[nqn]
+            for key in subsystem.listeners:
+                await self._quietly(self.host.unlisten(key), f"close listener {key}")
+            await self.host.subsystem_deleted(subsystem)
+            return True
+
+    def get_subsystems(self, nqn: str | None = None) -> list[dict[str, Any]]:
+        """All, the discovery subsystem that SPDK always has first, or one."""
+        if nqn is not None and nqn != DISCOVERY_NQN:
+            if nqn not in self.subsystems:
+                raise os_error(errno.ENODEV)
+            return [self.subsystems[nqn].describe()]
+        discovery = {
+            "nqn": DISCOVERY_NQN,
+            "subtype": "Discovery",
+            "listen_addresses": [],
+            "allow_any_host": True,
+            "hosts": [],
+        }
+        others = [] if nqn else [subsystem.describe() for subsystem in self.subsystems.values()]
+        return [discovery, *others]
+
+    def get_controllers(self, nqn: str) -> list[dict[str, Any]]:
+        self._subsystem(nqn)
+        return [
+            {key: value for key, value in row.items() if key != "subnqn"}
+            for row in self.host.controllers()
+            if row["subnqn"] == nqn
+        ]
+
+    def _subsystem(self, nqn: str) -> Subsystem:
+        try:
+            return self.subsystems[nqn]
+        except KeyError:
+            raise invalid(f"no subsystem {nqn!r}") from None
+
+    # -- namespaces
+
+    async def add_namespace(
+        self,
+        *,
+        nqn: str,
+        bdev_name: str,
+        nsid: int = 0,
+        uuid: uuids.UUID | None = None,
+        nguid: bytes | None = None,
+        eui64: bytes | None = None,
+    ) -> int:
+        """``nsid`` 0: the lowest free one. A bdev serves one namespace at a time, as SPDK's claims have
+        it."""
+        async with self._lock:
+            subsystem = self._subsystem(nqn)
+            backend = self.find_bdev(bdev_name)
+            if backend is None:
+                raise invalid(f"no bdev {bdev_name!r}")
+            if self._claimed(backend):
+                raise invalid(f"bdev {bdev_name!r} is a namespace already")
+            free = (one for one in range(1, subsystem.max_namespaces + 1) if one not in subsystem.by_nsid)
+            nsid = nsid or next(free, 0)
+            if not 1 <= nsid <= subsystem.max_namespaces or nsid in subsystem.by_nsid:
+                raise invalid(
+                    f"nsid {nsid or 'any'} of {nqn!r} is taken, or above its max_namespaces "
+                    f"{subsystem.max_namespaces}"
+                )
+            namespace = Namespace(
+                nsid, backend, uuid or backend.uuid, nguid or backend.uuid.bytes, eui64 or bytes(8)
+            )
+            with self._change():
+                subsystem.by_nsid[nsid] = namespace
+            try:
+                self.host.namespace_added(subsystem, nsid)
+            except BaseException:
+                with self._change():
+                    del subsystem.by_nsid[nsid]
+                raise
+            return nsid
+
+    async def remove_namespace(self, nqn: str, nsid: int) -> bool:
+        async with self._lock:
+            subsystem = self._subsystem(nqn)
+            if nsid not in subsystem.by_nsid:
+                raise invalid(f"no namespace {nsid} in {nqn!r}")
+            with self._change():
+                del subsystem.by_nsid[nsid]
+            await self.host.namespace_removed(subsystem, nsid)
+            return True
+
+    # -- listeners
+
+    async def add_listener(self, *, nqn: str, trtype: str, traddr: str, trsvcid: str = "") -> bool:
+        async with self._lock:
+            subsystem = self._subsystem(nqn)
+            if trtype.upper() != TRANSPORT or self.transport is None:
+                raise invalid(f"no transport {trtype!r}: nvmf_create_transport VFIOUSER comes first")
+            listener = Listener(nqn, traddr, trsvcid)
+            real = os.path.realpath(traddr)
+            taken = [other for one in self.subsystems.values() for other in one.listeners.values()]
+            if any(os.path.realpath(other.traddr) == real for other in taken):
+                raise invalid(f"{traddr!r} has a listener already")
+            if not os.path.isdir(traddr):
+                raise invalid(f"traddr {traddr!r} is not a directory")
+            if len(os.fsencode(listener.path)) > SOCKET_PATH_BYTES_MAX:
+                raise invalid(f"{listener.path!r} is longer than {SOCKET_PATH_BYTES_MAX} bytes")
+            try:
+                await self.host.listen(listener.key, listener.path)
+            except OSError as error:
+                raise invalid(f"cannot listen on {listener.path!r}: {error}") from error
+            try:
+                with self._change():
+                    subsystem.listeners[listener.key] = listener
+            except BaseException:
+                await self._quietly(self.host.unlisten(listener.key), f"close listener {listener.key}")
+                raise
+            return True
+
+    async def remove_listener(self, *, nqn: str, trtype: str, traddr: str, trsvcid: str = "") -> bool:
+        async with self._lock:
+            subsystem = self._subsystem(nqn)
+            key = Listener(nqn, traddr, trsvcid).key
+            if trtype.upper() != TRANSPORT or key not in subsystem.listeners:
+                raise invalid(f"no {trtype} listener {traddr!r} in {nqn!r}")
+            with self._change():
+                del subsystem.listeners[key]
+            await self._quietly(self.host.unlisten(key), f"close listener {key}")
+            return True
+
+    async def _quietly(self, work: Awaitable[None], what: str) -> None:
+        """The configuration has moved on: a failure here is told, and does not undo it."""
+        try:
+            await work
+        except OSError as error:
+            log.error("cannot %s: %s", what, error)
+
+
+def invalid(reason: str) -> RpcError:
+    """SPDK's answer to most mistakes in nvmf calls; the reason goes to the log, as SPDK's does."""
+    log.error("%s", reason)
+    return RpcError(INVALID_PARAMS, "Invalid parameters")
+
+
+def default_serial(nqn: str) -> str:
+    """20 characters, the same for the same NQN: "DPU" and 17 hexadecimal digits of its SHA-256."""
+    return "DPU" + hashlib.sha256(nqn.encode()).hexdigest()[:17].upper()
+
+
+def nqn_problem(nqn: str) -> str:
+    """Why ``nqn`` cannot name a new subsystem (NVMe Base 2.0, 4.5), or ""."""
+    if len(nqn.encode()) > NQN_BYTES_MAX:
+        return f"longer than {NQN_BYTES_MAX} bytes"
+    if nqn.startswith("nqn.2014-08.org.nvmexpress:uuid:"):
+        return "" if _NQN_UUID.fullmatch(nqn) else "not nqn.2014-08.org.nvmexpress:uuid: and a UUID"
+    return "" if _NQN_DOMAIN.fullmatch(nqn) else "not of the form nqn.yyyy-mm.reverse.domain:name"
+
+
+def _identity_problem(serial: str, model: str, max_namespaces: int) -> str:
+    for what, text, limit in (("serial", serial, SERIAL_BYTES_MAX), ("model", model, MODEL_BYTES_MAX)):
+        # NVMe Base 2.0, 5.17.2.1: SN and MN are ASCII strings, left justified.
+        if len(text) > limit or not text.isascii() or not text.isprintable():
+            return f"{what} number {text!r} is not up to {limit} printable ASCII characters"
+    if max_namespaces > NAMESPACES_MAX:
+        return f"max_namespaces {max_namespaces} is above {NAMESPACES_MAX}"
+    return ""
