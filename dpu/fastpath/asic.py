@@ -1,0 +1,1057 @@
+"""The asic stage: doorbells, SQE fetch, checks, PRP walk, look-up, copy, completion, interrupt.
+
+One poller = one thread without the interpreter lock; it serves its controllers in turn and never waits for
+control. What it cannot answer from tables it hands to control over the miss ring; what control has answered comes
+back over the update ring; files go through io_uring, reaped in the same loop. Each pass ends with one eventfd
+write per CQ that got completions.
+
+Replay rule (DESIGN rule 5). A fetch writes the whole SQE and its place into an in-flight entry, marks it FETCHED,
+then moves the queue. A completion writes the CQE's words into the entry, marks it POSTING, writes the CQE, moves
+the queue, frees the entry. So a worker that dies between any two stores leaves entries from which :func:`replay`
+goes on: FETCHED is executed again, EXECUTED is posted, POSTING is written again byte for byte.
+
+Everything here runs compiled, or as plain Python with NUMBA_DISABLE_JIT=1. Sections are of the NVMe Base
+Specification 2.0 and the NVM Command Set Specification 1.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpu.fastpath.atomics import (
+    bit_length,
+    copy,
+    fence,
+    load_u32,
+    load_u64,
+    pause,
+    signed,
+    store_u32,
+    store_u64,
+    ticks,
+    view,
+)
+from dpu.fastpath.jit import KILLABLE, compiled
+from dpu.fastpath.system import die, differ, fill, io_uring_enter, poll, punch, read, recv, write
+from dpu.layout import (
+    ATTENTION_NONE,
+    ATTENTION_WANTED,
+    BAD_DOORBELL_REGISTER,
+    BAD_DOORBELL_VALUE,
+    BAR_BYTES,
+    BATCH,
+    CONTROLLER,
+    CONTROLLERS,
+    CQ,
+    CQ_OFFSET,
+    CQ_POSTED,
+    DMA_READ,
+    DMA_WRITE,
+    DOORBELL,
+    DOORBELLS_OFFSET,
+    ERROR_ENTRIES,
+    ERROR_RECORD,
+    EXECUTED,
+    FETCHED,
+    FREE,
+    GRACE_SEEN,
+    GRACE_WANTED,
+    HISTOGRAM_BUCKETS,
+    HISTOGRAM_OFFSET,
+    HISTOGRAM_STEP_BITS,
+    INFLIGHT,
+    INFLIGHT_OFFSET,
+    INFLIGHT_STATE,
+    KILL_POINTS,
+    KIND_ABSENT,
+    KIND_FILE,
+    KIND_MEMORY,
+    NAMESPACE,
+    NAMESPACES,
+    PAGE,
+    POLLER,
+    POLLFD,
+    POLLFDS,
+    POSTING,
+    QUEUE_LOCAL,
+    QUEUES,
+    RANGE,
+    REGION,
+    RING_DATA,
+    RING_ENTRIES,
+    RING_HEAD,
+    RING_TAIL,
+    SEGMENT,
+    SEGMENTS,
+    SLOTS,
+    SPACE,
+    SPACE_OFFSET,
+    SQ,
+    SQ_FETCHED,
+    SQ_OFFSET,
+    STOP,
+    TRANSFER_MAX,
+    URING,
+    URING_CQE,
+    URING_SQE,
+    WHERE_ASIC,
+    WHERE_CONTROL,
+    WHERE_PARKED,
+    WHERE_URING,
+)
+from dpu.nvme.wire import BROADCAST_NSID, AdminOpcode, NvmOpcode, Status
+
+# Names as plain numbers: compiled code takes globals as constants.
+_FLUSH, _WRITE, _READ = int(NvmOpcode.FLUSH), int(NvmOpcode.WRITE), int(NvmOpcode.READ)
+_COMPARE, _ZEROES = int(NvmOpcode.COMPARE), int(NvmOpcode.WRITE_ZEROES)
+_DSM, _AER = int(NvmOpcode.DATASET_MANAGEMENT), int(AdminOpcode.ASYNC_EVENT_REQUEST)
+_BROADCAST = int(BROADCAST_NSID)
+
+_DNR = 1 << 14  # Do Not Retry (Base 4.6.1): the same command would fail again
+_OK = 0
+_INVALID_OPCODE = int(Status.INVALID_OPCODE) | _DNR
+_INVALID_FIELD = int(Status.INVALID_FIELD) | _DNR
+_DATA_TRANSFER = int(Status.DATA_TRANSFER_ERROR) | _DNR
+_INVALID_NAMESPACE = int(Status.INVALID_NAMESPACE_OR_FORMAT) | _DNR
+_PRP_OFFSET = int(Status.PRP_OFFSET_INVALID) | _DNR
+_LBA_RANGE = int(Status.LBA_OUT_OF_RANGE) | _DNR
+_CAPACITY = int(Status.CAPACITY_EXCEEDED) | _DNR
+_WRITE_PROTECTED = int(Status.NAMESPACE_WRITE_PROTECTED) | _DNR
+_COMPARE_FAILURE = int(Status.COMPARE_FAILURE) | _DNR
+_WRITE_FAULT = int(Status.WRITE_FAULT)
+_READ_ERROR = int(Status.UNRECOVERED_READ_ERROR)
+_INTERNAL = int(Status.INTERNAL_ERROR)
+_PENDING = -1  # execute(): the completion comes later
+
+_FUA = 1 << 30  # CDW12 of Read, Write and Write Zeroes (NVM 3.2)
+_DEALLOCATE = 1 << 2  # CDW11 AD of Dataset Management
+
+_REGION_WRITE = 10  # vfio-user command
+_NO_REPLY = 0x10
+_DOORBELL_BYTES = 36
+_PEEK, _DONT_WAIT = 2, 0x40
+_POLLIN = 1
+
+_OP_READV, _OP_WRITEV, _OP_FSYNC, _OP_FALLOCATE = 1, 2, 3, 17
+_LINK = 4  # IOSQE_IO_LINK
+_DATASYNC = 1
+_DSYNC = 2  # RWF_DSYNC
+_PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_ENOSPC, _EFBIG, _EDQUOT, _EFAULT, _EINVAL, _EOPNOTSUPP = -28, -27, -122, -14, -22, -95
+_PUNCH_MIN = 64 << 10  # larger zeroing of memory gives the pages back instead of writing them
+
+_HEADER_READ, _DOORBELL_STORED = KILL_POINTS["header_read"], KILL_POINTS["doorbell_stored"]
+_SQE_COPIED, _EXECUTED, _CQE_HALF = (
+    KILL_POINTS["sqe_copied"],
+    KILL_POINTS["executed"],
+    KILL_POINTS["cqe_half"],
+)
+_CQE_WRITTEN, _BEFORE_EVENTFD = KILL_POINTS["cqe_written"], KILL_POINTS["before_eventfd"]
+_IN_LOOP, _URING_SUBMITTED = KILL_POINTS["in_loop"], KILL_POINTS["uring_submitted"]
+
+
+@compiled
+def kill_at(p: Any, point: int) -> None:
+    """Die here if a test asked for it; compiled to nothing in a daemon that was started without kill points."""
+    if KILLABLE and p.kill_point == point:
+        p.kill_after -= 1
+        if p.kill_after <= 0:
+            die(p.pid)
+
+
+# ------------------------------------------------------------------------------------------------------- rings
+
+
+@compiled
+def ring_push(ring: int, value: int) -> bool:
+    """Producer's side; False when the ring is full."""
+    tail = load_u64(ring + RING_TAIL)
+    if tail - load_u64(ring + RING_HEAD) >= RING_ENTRIES:
+        return False
+    store_u64(ring + RING_DATA + 8 * (tail % RING_ENTRIES), value)
+    store_u64(ring + RING_TAIL, tail + 1)
+    return True
+
+
+@compiled
+def ring_peek(ring: int) -> int:
+    """Consumer's side: the oldest value, which stays; -1 when the ring is empty."""
+    head = load_u64(ring + RING_HEAD)
+    if head == load_u64(ring + RING_TAIL):
+        return -1
+    return load_u64(ring + RING_DATA + 8 * (head % RING_ENTRIES))
+
+
+@compiled
+def ring_drop(ring: int) -> None:
+    """Consumer's side: take what :func:`ring_peek` gave."""
+    store_u64(ring + RING_HEAD, load_u64(ring + RING_HEAD) + 1)
+
+
+# --------------------------------------------------------------------------------------------- guest addresses
+
+
+@compiled
+def dma_find(c: Any, local: Any, iova: int, size: int, rights: int) -> int:
+    """Host address of guest memory, or 0 when it is not all inside one mapped region with these rights."""
+    count = c.dma_count
+    regions = view(c.dma, count, REGION)
+    hint = local.region
+    if hint < count:
+        r = regions[hint]
+        offset = iova - r.iova
+        if iova >= r.iova and offset < r.size:
+            if size <= r.size - offset and r.rights & rights == rights:
+                return r.host + offset
+            return 0
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) >> 1
+        if regions[middle].iova <= iova:
+            low = middle + 1
+        else:
+            high = middle
+    if low == 0:
+        return 0
+    r = regions[low - 1]
+    offset = iova - r.iova
+    if offset < r.size and size <= r.size - offset and r.rights & rights == rights:
+        local.region = low - 1
+        return r.host + offset
+    return 0
+
+
+@compiled
+def resolve_queue(c: Any, sqid: int, cqid: int) -> bool:
+    """Find the host addresses of an SQ and its CQ; False while the guest has them unmapped."""
+    locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
+    sl = locals_[sqid]
+    if sl.sq_host == 0:
+        sq = view(c.state + SQ_OFFSET, QUEUES, SQ)[sqid]
+        sl.sq_host = dma_find(c, sl, sq.iova, sq.entries * 64, DMA_READ)
+    cl = locals_[cqid]
+    if cl.cq_host == 0:
+        cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
+        cl.cq_host = dma_find(c, cl, cq.iova, cq.entries * 16, DMA_WRITE)
+    return sl.sq_host != 0 and cl.cq_host != 0
+
+
+@compiled
+def add_segment(c: Any, local: Any, out: int, count: int, iova: int, size: int, rights: int) -> int:
+    """Append guest memory to a segment list, joined to the last one if it follows it; -1 when it is unmapped."""
+    host = dma_find(c, local, iova, size, rights)
+    if host == 0:
+        return -1
+    segments = view(out, SEGMENTS, SEGMENT)
+    if count > 0 and segments[count - 1].host + segments[count - 1].size == host:
+        segments[count - 1].size += size
+        return count
+    segments[count].host = host
+    segments[count].size = size
+    return count + 1
+
+
+@compiled
+def walk_prps(c: Any, local: Any, sqe: Any, length: int, rights: int, out: int) -> int:
+    """The segments of a transfer of ``length`` bytes at ``out``; their number, or minus a status.
+
+    PRP entries and lists: Base 4.1.1. Each address is looked up in the DMA map; lists are read once, entry by
+    entry, from guest memory that may change meanwhile: nothing is read twice. The number of steps is bounded by
+    ``length``: every list page but the first gives at least 511 pages.
+    """
+    iova = sqe.prp1
+    offset = iova & (PAGE - 1)
+    if offset & 3:
+        return -_PRP_OFFSET
+    size = min(PAGE - offset, length)
+    count = add_segment(c, local, out, 0, iova, size, rights)
+    if count < 0:
+        return -_DATA_TRANSFER
+    left = length - size
+    if left == 0:
+        return count
+    if left <= PAGE:
+        if sqe.prp2 & (PAGE - 1):
+            return -_PRP_OFFSET
+        count = add_segment(c, local, out, count, sqe.prp2, left, rights)
+        return count if count >= 0 else -_DATA_TRANSFER
+    at = sqe.prp2
+    if at & 7:
+        return -_PRP_OFFSET
+    entries = (PAGE - (at & (PAGE - 1))) >> 3
+    page = dma_find(c, local, at, entries * 8, DMA_READ)
+    if page == 0:
+        return -_DATA_TRANSFER
+    index = 0
+    while left > 0:
+        entry = load_u64(page + 8 * index)
+        index += 1
+        if entry & (PAGE - 1):
+            return -_PRP_OFFSET
+        if index == entries and left > PAGE:
+            entries = PAGE >> 3
+            index = 0
+            page = dma_find(c, local, entry, PAGE, DMA_READ)
+            if page == 0:
+                return -_DATA_TRANSFER
+            continue
+        size = min(PAGE, left)
+        count = add_segment(c, local, out, count, entry, size, rights)
+        if count < 0:
+            return -_DATA_TRANSFER
+        left -= size
+    return count
+
+
+@compiled
+def map_lookup(ns: Any, lba: int) -> int:
+    """Host address of a logical block, the one place where a block's home is looked up; 0 is a miss."""
+    if ns.kind == KIND_MEMORY:
+        return ns.host + (lba << ns.shift)
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------- completion
+
+
+@compiled
+def count_command(p: Any, c: Any, entry: Any, sq: Any, status: int) -> None:
+    """Counters, stamps and histogram of a command that ends."""
+    sqid = entry.sqid
+    op = int(entry.sqe.opcode)
+    sq.commands += 1
+    if status:
+        sq.errors += 1
+    if sqid:
+        nsid = int(entry.sqe.nsid)
+        if 0 < nsid <= NAMESPACES:
+            space = view(c.state + SPACE_OFFSET, NAMESPACES, SPACE)[nsid - 1]
+            if status:
+                space.errors += 1
+            elif op == _READ:
+                space.reads += 1
+                space.bytes_read += entry.bytes
+                sq.bytes_read += entry.bytes
+            elif op == _WRITE:
+                space.writes += 1
+                space.bytes_written += entry.bytes
+                sq.bytes_written += entry.bytes
+            else:
+                space.others += 1
+    if p.stamps:
+        now = ticks()
+        sq.ticks_wait += entry.begun - entry.seen
+        sq.ticks_serve += now - entry.begun
+        ns = min(now - entry.seen, 1 << 40) * p.ns_mult >> 20
+        bucket = ns
+        if ns >= 1 << HISTOGRAM_STEP_BITS:
+            exponent = bit_length(ns) - 1 - HISTOGRAM_STEP_BITS
+            bucket = (exponent << HISTOGRAM_STEP_BITS) + (ns >> exponent)
+        at = c.state + HISTOGRAM_OFFSET + 8 * (HISTOGRAM_BUCKETS * sqid + min(bucket, HISTOGRAM_BUCKETS - 1))
+        store_u64(at, load_u64(at) + 1)
+
+
+@compiled
+def report_error(p: Any, c: Any, entry: Any, status: int) -> None:
+    """Give control what the error log page wants to know; dropped when control is that far behind."""
+    tail = load_u64(p.errors + RING_TAIL)
+    if tail - load_u64(p.errors + RING_HEAD) >= ERROR_ENTRIES:
+        return
+    record = view(p.errors + RING_DATA, ERROR_ENTRIES, ERROR_RECORD)[tail % ERROR_ENTRIES]
+    record.controller = c.index
+    record.sqid = entry.sqid
+    record.cid = int(entry.sqe.cid)
+    record.status = status
+    record.nsid = int(entry.sqe.nsid)
+    record.lba = int(entry.sqe.cdw10) | (int(entry.sqe.cdw11) & 0x7FFFFFFF) << 32
+    store_u64(p.errors + RING_TAIL, tail + 1)
+    p.kick = 1
+
+
+@compiled
+def write_completion(p: Any, c: Any, slot: int, entry: Any, cq: Any, local: Any) -> None:
+    """From POSTING on: CQE, queue, free entry. Run again after a crash with the same words it is harmless."""
+    at = local.cq_host + 16 * local.cq_tail
+    store_u64(at, entry.cqe_low)
+    kill_at(p, _CQE_HALF)
+    store_u64(at + 8, entry.cqe_high)
+    kill_at(p, _CQE_WRITTEN)
+    address = c.state + CQ_OFFSET + CQ.itemsize * entry_cqid(c, entry)
+    store_u64(address + CQ_POSTED, cq.posted + 1)
+    local.cq_tail += 1
+    if local.cq_tail == cq.entries:
+        local.cq_tail = 0
+        local.cq_phase ^= 1
+    release(c, slot, entry)
+    if local.dirty == 0:
+        local.dirty = 1
+        store_u64(p.dirty + 8 * p.dirty_count, c.index << 32 | entry_cqid(c, entry))
+        p.dirty_count += 1
+
+
+@compiled
+def entry_cqid(c: Any, entry: Any) -> int:
+    """The CQ of an in-flight entry."""
+    return int(view(c.state + SQ_OFFSET, QUEUES, SQ)[entry.sqid].cqid)
+
+
+@compiled
+def release(c: Any, slot: int, entry: Any) -> None:
+    """Free an in-flight entry."""
+    store_u64(c.state + INFLIGHT_OFFSET + INFLIGHT.itemsize * slot + INFLIGHT_STATE, FREE)
+    view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid].sq_outstanding -= 1
+    store_u64(c.free + 8 * c.free_count, slot)
+    c.free_count += 1
+
+
+@compiled
+def post(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
+    """Complete a command: its CQE (Base 4.6), phase last. Its CQ has room: the fetch has seen to that."""
+    sq = view(c.state + SQ_OFFSET, QUEUES, SQ)[entry.sqid]
+    cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[sq.cqid]
+    locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
+    local = locals_[sq.cqid]
+    if status and entry.sqid:
+        report_error(p, c, entry, status)
+    if p.counters:
+        count_command(p, c, entry, sq, status)
+    entry.status = status
+    entry.cq_count = cq.posted
+    entry.cqe_low = entry.dw0
+    high = locals_[entry.sqid].sq_head | entry.sqid << 16 | int(entry.sqe.cid) << 32
+    entry.cqe_high = signed(high | (status << 1 | local.cq_phase) << 48)
+    store_u64(c.state + INFLIGHT_OFFSET + INFLIGHT.itemsize * slot + INFLIGHT_STATE, POSTING)
+    kill_at(p, _EXECUTED)
+    if entry.where != WHERE_PARKED:
+        local.cq_outstanding -= 1
+    write_completion(p, c, slot, entry, cq, local)
+
+
+# -------------------------------------------------------------------------------------------------- I/O commands
+
+
+@compiled
+def uring_prepare(u: Any, opcode: int, fd: int, offset: int, address: int, size: int, flags: int, tag: int) -> Any:
+    """Fill the next io_uring entry; submitted at the end of the pass. The fetch has seen that there is room."""
+    tail = load_u32(u.sq_tail)
+    index = tail & u.sq_mask
+    e = view(u.sqes, u.sq_mask + 1, URING_SQE)[index]
+    e.opcode = opcode
+    e.flags = 0
+    e.ioprio = 0
+    e.fd = fd
+    e.off = offset
+    e.addr = address
+    e.len = size
+    e.rw_flags = flags
+    e.user_data = tag
+    e.buf_index = 0
+    e.personality = 0
+    e.splice_fd = 0
+    store_u32(u.sq_array + 4 * index, index)
+    store_u32(u.sq_tail, (tail + 1) & 0xFFFFFFFF)
+    u.pending += 1
+    u.inflight += 1
+    return e
+
+
+@compiled
+def to_uring(p: Any, c: Any, slot: int, entry: Any, operations: int) -> int:
+    """Account for a command that has gone to io_uring."""
+    entry.where = WHERE_URING
+    entry.pending = operations
+    c.outstanding += 1
+    return _PENDING
+
+
+@compiled
+def to_control(p: Any, c: Any, slot: int, entry: Any) -> int:
+    """Hand a command to control over the miss ring (which has room for all slots of many controllers)."""
+    if entry.where != WHERE_PARKED:
+        entry.where = WHERE_CONTROL
+    if not ring_push(p.misses, c.index << 32 | slot):
+        return _INTERNAL
+    p.kick = 1
+    if p.counters:
+        view(c.state + SQ_OFFSET, QUEUES, SQ)[entry.sqid].punts += 1
+    return _PENDING
+
+
+@compiled
+def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: int) -> int:
+    """Read, Write or Compare ``blocks`` logical blocks at ``lba``, already checked against the namespace."""
+    sqe = entry.sqe
+    op = int(sqe.opcode)
+    length = blocks << ns.shift
+    if length > TRANSFER_MAX:
+        return _INVALID_FIELD
+    entry.bytes = length
+    local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
+    out = c.segments + slot * (SEGMENTS * SEGMENT.itemsize)
+    count = walk_prps(c, local, sqe, length, DMA_WRITE if op == _READ else DMA_READ, out)
+    if count < 0:
+        return -count
+    segments = view(out, SEGMENTS, SEGMENT)
+    host = map_lookup(ns, lba)
+    if host:
+        for i in range(count):
+            size = segments[i].size
+            if op == _READ:
+                copy(segments[i].host, host, size)
+            elif op == _WRITE:
+                copy(host, segments[i].host, size)
+            elif differ(host, segments[i].host, size):
+                return _COMPARE_FAILURE
+            host += size
+        return _OK
+    if ns.kind != KIND_FILE:
+        return _OK  # null: nothing is stored and nothing is touched
+    if op == _COMPARE:
+        return to_control(p, c, slot, entry)
+    fd = ns.direct_fd
+    for i in range(count):
+        if (segments[i].host | segments[i].size) & ns.align:
+            fd = ns.buffered_fd
+    flags = _DSYNC if op == _WRITE and int(sqe.cdw12) & _FUA else 0
+    u = view(p.uring, 1, URING)[0]
+    tag = c.index << 32 | slot
+    uring_prepare(u, _OP_READV if op == _READ else _OP_WRITEV, fd, lba << ns.shift, out, count, flags, tag)
+    return to_uring(p, c, slot, entry, 1)
+
+
+@compiled
+def clear(p: Any, c: Any, slot: int, entry: Any, ns: Any, offset: int, size: int) -> int:
+    """Make ``size`` bytes read as zeroes; operations given to io_uring."""
+    if ns.kind == KIND_MEMORY:
+        if size < _PUNCH_MIN or punch(ns.direct_fd, offset, size) < 0:
+            fill(ns.host + offset, 0, size)
+        return 0
+    if ns.kind == KIND_FILE:
+        u = view(p.uring, 1, URING)[0]
+        uring_prepare(u, _OP_FALLOCATE, ns.buffered_fd, offset, size, _PUNCH_HOLE, 0, c.index << 32 | slot)
+        return 1
+    return 0
+
+
+@compiled
+def write_zeroes(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: int) -> int:
+    """Write Zeroes (NVM 3.2.8); not bounded by MDTS."""
+    operations = clear(p, c, slot, entry, ns, lba << ns.shift, blocks << ns.shift)
+    if operations == 0:
+        return _OK
+    if int(entry.sqe.cdw12) & _FUA:
+        u = view(p.uring, 1, URING)[0]
+        index = (load_u32(u.sq_tail) - 1) & u.sq_mask
+        view(u.sqes, u.sq_mask + 1, URING_SQE)[index].flags = _LINK
+        uring_prepare(u, _OP_FSYNC, ns.buffered_fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
+        operations += 1
+    return to_uring(p, c, slot, entry, operations)
+
+
+@compiled
+def flush(p: Any, c: Any, slot: int, entry: Any, nsid: int) -> int:
+    """Flush (Base 7.1) of one namespace, or of all with FFFFFFFFh."""
+    namespaces = view(c.namespaces, NAMESPACES, NAMESPACE)
+    first, last = (0, NAMESPACES) if nsid == _BROADCAST else (nsid - 1, nsid)
+    u = view(p.uring, 1, URING)[0]
+    operations = 0
+    for i in range(first, last):
+        if namespaces[i].kind == KIND_FILE:
+            fd = namespaces[i].buffered_fd
+            uring_prepare(u, _OP_FSYNC, fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
+            operations += 1
+    return to_uring(p, c, slot, entry, operations) if operations else _OK
+
+
+@compiled
+def in_range(ns: Any, lba: int, blocks: int) -> bool:
+    """Whether the blocks are inside the namespace; a negative LBA is one of 2^63 or more."""
+    return 0 <= lba <= ns.blocks and blocks <= ns.blocks - lba
+
+
+@compiled
+def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
+    """Dataset Management (NVM 3.2.3): the Deallocate attribute; other attributes are hints."""
+    sqe = entry.sqe
+    count = (int(sqe.cdw10) & 0xFF) + 1  # 0's based
+    local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
+    out = c.segments + slot * (SEGMENTS * SEGMENT.itemsize)
+    found = walk_prps(c, local, sqe, count * 16, DMA_READ, out)
+    if found < 0:
+        return -found
+    segments = view(out, SEGMENTS, SEGMENT)
+    at = p.scratch  # one copy: the guest may change its list under us
+    for i in range(found):
+        copy(at, segments[i].host, segments[i].size)
+        at += segments[i].size
+    ranges = view(p.scratch, count, RANGE)
+    for i in range(count):
+        if not in_range(ns, ranges[i].slba, int(ranges[i].nlb)):
+            return _LBA_RANGE
+    if not int(sqe.cdw11) & _DEALLOCATE:
+        return _OK
+    if ns.readonly:
+        return _WRITE_PROTECTED
+    operations = 0
+    for i in range(count):
+        size = int(ranges[i].nlb) << ns.shift
+        if size:
+            operations += clear(p, c, slot, entry, ns, ranges[i].slba << ns.shift, size)
+    return to_uring(p, c, slot, entry, operations) if operations else _OK
+
+
+@compiled
+def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
+    """Do a command; its status, or _PENDING."""
+    if entry.sqid == 0:
+        return to_control(p, c, slot, entry)
+    sqe = entry.sqe
+    if int(sqe.flags):  # fused operations and SGLs are not offered (Identify FUSES, SGLS)
+        return _INVALID_FIELD
+    op = int(sqe.opcode)
+    nsid = int(sqe.nsid)
+    if op == _FLUSH and nsid == _BROADCAST:
+        return flush(p, c, slot, entry, nsid)
+    if op != _READ and op != _WRITE and op != _FLUSH and op != _COMPARE and op != _ZEROES and op != _DSM:
+        return _INVALID_OPCODE
+    if nsid < 1 or nsid > NAMESPACES:
+        return _INVALID_NAMESPACE
+    ns = view(c.namespaces, NAMESPACES, NAMESPACE)[nsid - 1]
+    if ns.kind == KIND_ABSENT:
+        return _INVALID_NAMESPACE
+    if op == _FLUSH:
+        return flush(p, c, slot, entry, nsid)
+    if op == _DSM:
+        return deallocate(p, c, slot, entry, ns)
+    lba = int(sqe.cdw10) | int(sqe.cdw11) << 32
+    blocks = (int(sqe.cdw12) & 0xFFFF) + 1  # 0's based
+    if not in_range(ns, lba, blocks):
+        return _LBA_RANGE
+    if ns.readonly and (op == _WRITE or op == _ZEROES):
+        return _WRITE_PROTECTED
+    if op == _ZEROES:
+        return write_zeroes(p, c, slot, entry, ns, lba, blocks)
+    return transfer(p, c, slot, entry, ns, lba, blocks)
+
+
+@compiled
+def begin(p: Any, c: Any, slot: int, entry: Any) -> None:
+    """Execute a fetched command and post what is done."""
+    if p.stamps:
+        entry.begun = ticks()
+    status = execute(p, c, slot, entry)
+    if status != _PENDING:
+        post(p, c, slot, entry, status)
+
+
+# ------------------------------------------------------------------------------------------------------- queues
+
+
+@compiled
+def bad_doorbell(p: Any, c: Any, kind: int, value: int) -> None:
+    """Report an invalid doorbell write to control, one at a time."""
+    if c.bad_doorbell == 0:
+        c.bad_doorbell = kind << 32 | value
+        p.kick = 1
+
+
+@compiled
+def serve_queue(p: Any, c: Any, sqid: int) -> int:
+    """Fetch and begin up to BATCH commands of one SQ; how many."""
+    sqs = view(c.state + SQ_OFFSET, QUEUES, SQ)
+    sq = sqs[sqid]
+    locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
+    local = locals_[sqid]
+    shadowed = c.shadow != 0 and sqid != 0
+    doorbells = c.shadow if shadowed else c.bar
+    tail = load_u32(doorbells + 8 * sqid)
+    head = local.sq_head
+    if tail == head:
+        return 0
+    if tail >= sq.entries:
+        if local.bad_tail != tail:
+            local.bad_tail = tail
+            bad_doorbell(p, c, BAD_DOORBELL_VALUE, 2 * sqid)
+        return 0
+    cqid = sq.cqid
+    if not resolve_queue(c, sqid, cqid):
+        return 0
+    cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
+    completions = locals_[cqid]
+    consumed = load_u32((c.shadow if c.shadow != 0 and cqid != 0 else c.bar) + 8 * cqid + 4)
+    if consumed >= cq.entries:
+        if completions.bad_head != consumed:
+            completions.bad_head = consumed
+            bad_doorbell(p, c, BAD_DOORBELL_VALUE, 2 * cqid + 1)
+        return 0
+    unread = completions.cq_tail - consumed
+    if unread < 0:
+        unread += cq.entries
+    u = view(p.uring, 1, URING)[0]
+    seen = ticks() if p.stamps else 0
+    inflight = c.state + INFLIGHT_OFFSET
+    table = view(inflight, SLOTS, INFLIGHT)
+    state = c.state + SQ_OFFSET + SQ.itemsize * sqid
+    fetched = 0
+    while head != tail and fetched < BATCH:
+        if c.free_count == 0 or u.inflight + 257 > u.limit:
+            break
+        if unread + completions.cq_outstanding >= cq.entries - 1:
+            completions.blocked = 1
+            break
+        slot = load_u64(c.free + 8 * (c.free_count - 1))
+        c.free_count -= 1
+        entry = table[slot]
+        copy(inflight + INFLIGHT.itemsize * slot, local.sq_host + 64 * head, 64)
+        entry.sqid = sqid
+        entry.sq_count = sq.fetched
+        entry.sequence = c.sequence
+        entry.status = 0
+        entry.dw0 = 0
+        entry.bytes = 0
+        entry.seen = seen
+        parked = sqid == 0 and int(entry.sqe.opcode) == _AER
+        entry.where = WHERE_PARKED if parked else WHERE_ASIC
+        store_u64(inflight + INFLIGHT.itemsize * slot + INFLIGHT_STATE, FETCHED)
+        kill_at(p, _SQE_COPIED)
+        store_u64(state + SQ_FETCHED, sq.fetched + 1)
+        c.sequence += 1
+        head += 1
+        if head == sq.entries:
+            head = 0
+        local.sq_head = head
+        local.sq_outstanding += 1
+        if not parked:
+            completions.cq_outstanding += 1
+        fetched += 1
+        before = completions.cq_tail
+        begin(p, c, slot, entry)
+        if completions.cq_tail != before:
+            unread += 1
+    if c.events and sqid and not p.armed:
+        store_u32(c.events + 8 * sqid, (head if head else sq.entries) - 1)
+    return fetched
+
+
+@compiled
+def has_room(c: Any, cqid: int) -> bool:
+    """Whether a CQ can take a completion that holds no place in it (a parked command's)."""
+    cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
+    local = view(c.queues, QUEUES, QUEUE_LOCAL)[cqid]
+    consumed = load_u32((c.shadow if c.shadow != 0 and cqid != 0 else c.bar) + 8 * cqid + 4)
+    unread = local.cq_tail - consumed
+    if unread < 0:
+        unread += cq.entries
+    return unread + local.cq_outstanding < cq.entries - 1
+
+
+@compiled
+def take_updates(p: Any) -> int:
+    """Post what control has executed. A parked command whose CQ is full stays at the head of the ring."""
+    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    count = 0
+    while True:
+        value = ring_peek(p.updates)
+        if value < 0:
+            return count
+        c = controllers[value >> 32]
+        slot = value & 0xFFFFFFFF
+        entry = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot]
+        if c.live and entry.state == EXECUTED:  # else a reset has dropped it
+            cqid = entry_cqid(c, entry)
+            if not resolve_queue(c, entry.sqid, cqid) or (entry.where == WHERE_PARKED and not has_room(c, cqid)):
+                return count
+            if p.stamps and entry.begun == 0:
+                entry.begun = ticks()
+            post(p, c, slot, entry, entry.status)
+        ring_drop(p.updates)
+        count += 1
+
+
+@compiled
+def uring_status(entry: Any, result: int) -> int:
+    """The status of an io_uring result: a number of bytes or a negative errno."""
+    op = int(entry.sqe.opcode)
+    if result >= 0:
+        if (op == _READ or op == _WRITE) and result != entry.bytes:
+            return _READ_ERROR if op == _READ else _CAPACITY  # a short write: the file system had no more
+        return _OK
+    if result == _EFAULT:
+        return _DATA_TRANSFER
+    if op == _READ:
+        return _READ_ERROR
+    if result == _EOPNOTSUPP and op != _WRITE and op != _FLUSH:
+        return _OK if op == _DSM else _INVALID_OPCODE  # Deallocate is advice; Linux then writes its zeroes itself
+    if result == _ENOSPC or result == _EFBIG or result == _EDQUOT:
+        return _CAPACITY
+    return _WRITE_FAULT
+
+
+@compiled
+def reap(p: Any) -> int:
+    """Complete what io_uring has done."""
+    u = view(p.uring, 1, URING)[0]
+    if u.inflight == 0:
+        return 0
+    head, tail = load_u32(u.cq_head), load_u32(u.cq_tail)
+    if head == tail:
+        return 0
+    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    results = view(u.cqes, u.cq_mask + 1, URING_CQE)
+    count = 0
+    while head != tail:
+        e = results[head & u.cq_mask]
+        head = (head + 1) & 0xFFFFFFFF
+        u.inflight -= 1
+        c = controllers[e.user_data >> 32]
+        slot = e.user_data & 0xFFFFFFFF
+        entry = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot]
+        if entry.status == 0:
+            entry.status = uring_status(entry, int(e.res))
+        entry.pending -= 1
+        if entry.pending == 0:
+            c.outstanding -= 1
+            post(p, c, slot, entry, entry.status)
+        count += 1
+    store_u32(u.cq_head, head)
+    return count
+
+
+@compiled
+def submit(p: Any) -> None:
+    """Give the kernel what this pass has prepared, with one system call."""
+    u = view(p.uring, 1, URING)[0]
+    if u.pending:
+        done = io_uring_enter(u.fd, u.pending, 0, 0)
+        if done > 0:
+            u.pending -= done
+        kill_at(p, _URING_SUBMITTED)
+
+
+@compiled
+def replay(p: Any, c: Any) -> None:
+    """After a restart: bring every command of the last worker to its end, in the order of their fetch."""
+    table = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)
+    locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
+    while c.replay_done < c.replay_count:
+        slot = load_u64(c.replay + 8 * c.replay_done)
+        entry = table[slot]
+        cqid = entry_cqid(c, entry)
+        if not resolve_queue(c, entry.sqid, cqid):
+            return
+        if entry.state == POSTING:
+            cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
+            locals_[cqid].cq_outstanding -= 1
+            write_completion(p, c, slot, entry, cq, locals_[cqid])
+        elif entry.state == EXECUTED:
+            if entry.where == WHERE_PARKED and not has_room(c, cqid):
+                return
+            post(p, c, slot, entry, entry.status)
+        elif entry.state == FETCHED:
+            entry.status = 0
+            entry.seen = ticks() if p.stamps else 0
+            if entry.where != WHERE_PARKED:
+                entry.where = WHERE_ASIC
+            begin(p, c, slot, entry)
+        c.replay_done += 1
+
+
+# ---------------------------------------------------------------------------------------------------- doorbells
+
+
+@compiled
+def store_doorbell(p: Any, c: Any, offset: int, value: int) -> None:
+    """One doorbell write, ``offset`` from the first doorbell (Base 3.1.3.24 and .25, DSTRD 0)."""
+    queue = offset >> 3
+    store_u32(c.bar + offset, value)
+    live = False
+    if queue < QUEUES:
+        if offset & 4:
+            live = view(c.state + CQ_OFFSET, QUEUES, CQ)[queue].live != 0
+        else:
+            live = view(c.state + SQ_OFFSET, QUEUES, SQ)[queue].live != 0
+    if not live:
+        bad_doorbell(p, c, BAD_DOORBELL_REGISTER, offset >> 2)
+
+
+@compiled
+def drain_socket(p: Any, c: Any) -> int:
+    """Peek and commit (DESIGN rule 4): store the leading doorbells, then consume exactly their bytes.
+
+    Anything else at the head is control's: it asks the keeper to take it. A kill before the bytes are consumed only
+    repeats the stores.
+    """
+    count = 0
+    while c.attention == ATTENTION_NONE:
+        size = recv(c.socket, p.scratch, PAGE, _PEEK | _DONT_WAIT)
+        if size < 0:
+            return count
+        kill_at(p, _HEADER_READ)
+        at = 0
+        while size - at >= _DOORBELL_BYTES:
+            m = view(p.scratch + at, 1, DOORBELL)[0]
+            if int(m.command) != _REGION_WRITE or int(m.size) != _DOORBELL_BYTES or int(m.flags) != _NO_REPLY:
+                break
+            offset = m.offset - DOORBELLS_OFFSET
+            if int(m.region) != 0 or int(m.count) != 4 or offset & 3 or offset < 0 or offset >= BAR_BYTES:
+                break
+            store_doorbell(p, c, offset, int(m.value))
+            at += _DOORBELL_BYTES
+            count += 1
+        kill_at(p, _DOORBELL_STORED)
+        if at:
+            recv(c.socket, p.scratch + PAGE, at, _DONT_WAIT)
+        if size < PAGE or at == 0:
+            if at < size or size == 0:
+                c.attention = ATTENTION_WANTED
+                p.kick = 1
+            return count
+    return count
+
+
+# ----------------------------------------------------------------------------------------------------- the loop
+
+
+@compiled
+def arm(p: Any) -> None:
+    """Before sleeping: ask guests with shadow doorbells to ring for the next entry (Base 5.8, EventIdx)."""
+    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    for i in range(p.controller_count):
+        c = controllers[i]
+        if c.live == 0 or c.events == 0:
+            continue
+        locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
+        sqs = view(c.state + SQ_OFFSET, QUEUES, SQ)
+        for k in range(c.live_count):
+            sqid = load_u64(c.live_queues + 8 * k)
+            if sqid == 0:
+                continue
+            store_u32(c.events + 8 * sqid, load_u32(c.shadow + 8 * sqid))
+            cqid = sqs[sqid].cqid
+            if locals_[cqid].blocked:
+                store_u32(c.events + 8 * cqid + 4, load_u32(c.shadow + 8 * cqid + 4))
+    p.armed = 1
+    fence()
+
+
+@compiled
+def disarm(p: Any) -> None:
+    """After waking: entries are found by looking, so no more rings are wanted."""
+    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    for i in range(p.controller_count):
+        c = controllers[i]
+        if c.live == 0 or c.events == 0:
+            continue
+        locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
+        sqs = view(c.state + SQ_OFFSET, QUEUES, SQ)
+        for k in range(c.live_count):
+            sqid = load_u64(c.live_queues + 8 * k)
+            if sqid:
+                head = locals_[sqid].sq_head
+                store_u32(c.events + 8 * sqid, (head if head else sqs[sqid].entries) - 1)
+                locals_[sqs[sqid].cqid].blocked = 0
+    p.armed = 0
+
+
+@compiled
+def sleep(p: Any) -> None:
+    """Wait for a message, a wake-up or an io_uring completion; bounded, so that the heartbeat goes on."""
+    fds = view(p.pollfds, POLLFDS, POLLFD)
+    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    fds[0].fd = p.wake_fd
+    fds[1].fd = view(p.uring, 1, URING)[0].fd
+    count = 2
+    for i in range(p.controller_count):
+        c = controllers[i]
+        if c.live and c.attention == ATTENTION_NONE:
+            fds[count].fd = c.socket
+            count += 1
+    for i in range(count):
+        fds[i].events = _POLLIN
+        fds[i].revents = 0
+    p.sleeps += 1
+    poll(p.pollfds, count, p.idle_ms)
+    if fds[0].revents:
+        read(p.wake_fd, p.scratch, 8)
+
+
+@compiled
+def signal(p: Any) -> None:
+    """One eventfd write per CQ that got completions in this pass."""
+    if p.dirty_count == 0:
+        return
+    kill_at(p, _BEFORE_EVENTFD)
+    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    for i in range(p.dirty_count):
+        value = load_u64(p.dirty + 8 * i)
+        c = controllers[value >> 32]
+        cqid = value & 0xFFFFFFFF
+        view(c.queues, QUEUES, QUEUE_LOCAL)[cqid].dirty = 0
+        cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
+        if cq.interrupts:
+            fd = load_u64(c.vectors + 8 * cq.vector)
+            if fd >= 0:
+                write(fd, p.scratch + 2 * PAGE, 8)
+                cq.signals += 1
+    p.dirty_count = 0
+
+
+@compiled
+def one_pass(p: Any, look: bool) -> int:
+    """One round over rings, io_uring and all controllers; ``look``: at their sockets too. How much was done."""
+    work = take_updates(p) + reap(p)
+    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    for i in range(p.controller_count):
+        c = controllers[i]
+        if c.live == 0:
+            continue
+        if look and c.attention == ATTENTION_NONE:
+            work += drain_socket(p, c)
+        if c.hold:
+            continue
+        if c.replay_done < c.replay_count:
+            replay(p, c)
+            if c.replay_done < c.replay_count:
+                continue
+        for k in range(c.live_count):
+            work += serve_queue(p, c, load_u64(c.live_queues + 8 * k))
+    submit(p)
+    signal(p)
+    if p.kick:
+        p.kick = 0
+        write(p.control_fd, p.scratch + 2 * PAGE, 8)
+    return work
+
+
+@compiled
+def run(address: int) -> None:
+    """A poller's life: until its stop word is set. ``address``: its POLLER record.
+
+    Adaptive polling: ``spin`` idle passes, then the guests are asked to ring, one pass more looks whether
+    something came meanwhile, then it sleeps.
+    """
+    p = view(address, 1, POLLER)[0]
+    stop = address + STOP
+    idle = 0
+    while load_u64(stop) == 0:
+        p.passes += 1
+        store_u64(p.health, p.passes)
+        wanted = load_u64(address + GRACE_WANTED)
+        if wanted != p.grace_seen:
+            store_u64(address + GRACE_SEEN, wanted)
+            p.kick = 1
+        kill_at(p, _IN_LOOP)
+        if one_pass(p, idle > 0 or p.passes & 7 == 0):
+            if p.armed:
+                disarm(p)
+            idle = 0
+            continue
+        idle += 1
+        if idle < p.spin:
+            pause()
+        elif p.armed == 0:
+            arm(p)
+        else:
+            sleep(p)
+            disarm(p)
+            idle = 1

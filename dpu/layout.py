@@ -1,0 +1,366 @@
+"""The shape of all state that stages, processes and generations of workers share.
+
+Two kinds of memory:
+
+* **kept** (memfds that the keeper holds, so they outlive a worker): per controller the doorbell page and the state
+  area; this module gives every offset in them. Nothing kept holds an address of a process.
+* **worker-local** (numpy arrays of one worker): poller contexts, controller contexts, DMA tables, rings. Addresses
+  live only here and are made anew by each worker.
+
+The state area, in order::
+
+    HEADER            magic, version, sizes (one page)
+    SQ  x QUEUES      what is live, how many commands were fetched
+    CQ  x QUEUES      what is live, how many completions were posted
+    SPACE x NAMESPACES  per-namespace counters (SMART, iostat)
+    INFLIGHT x SLOTS  whole SQE, state, result: the replay rule's ground truth
+    HISTOGRAM x QUEUES  log-linear latency histogram
+    two blobs         control's own state as JSON, one active (``BlobStore``)
+
+64-bit fields are signed: numba turns mixtures of uint64 and int64 into floats. Counters of fetched and posted
+entries grow for ever; queue positions and the phase are derived from them (position = count modulo entries, phase =
+1 in even rounds), so one 8-byte store moves head and phase at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final
+
+import numpy as np
+
+from dpu.nvme.wire import CompletionEntry, DsmRange, SubmissionEntry
+
+VERSION: Final = 1
+MAGIC: Final = 0x31555044454D5544  # "DUMEDPU1"
+
+PAGE: Final = 4096
+IO_QUEUES: Final = 64
+QUEUES: Final = IO_QUEUES + 1
+QUEUE_ENTRIES_MAX: Final = 1024
+VECTORS: Final = QUEUES
+NAMESPACES: Final = 128
+SLOTS: Final = 1024  # commands in flight per controller; more wait in their SQs
+MDTS: Final = 6  # 2^6 pages of 4 KiB: 256 KiB
+TRANSFER_MAX: Final = PAGE << MDTS
+SEGMENTS: Final = (1 << MDTS) + 1  # an unaligned transfer touches one page more
+CONTROLLERS: Final = 64  # per worker
+BATCH: Final = 32  # commands fetched from one SQ before the next SQ gets its turn
+DOORBELLS_OFFSET: Final = 0x1000  # in BAR0 (CAP.DSTRD 0)
+BAR_BYTES: Final = PAGE
+BLOB_BYTES: Final = 256 << 10
+RING_ENTRIES: Final = 8192
+EVENTS: Final = 16
+
+
+def _signed(structure: type[ctypes.LittleEndianStructure]) -> np.dtype[Any]:
+    """The structure's dtype with its 64-bit fields signed (see the module's docstring)."""
+    wire = np.dtype(structure)
+    names = wire.names or ()
+    formats = [np.dtype("<i8") if wire[n].itemsize == 8 else wire[n] for n in names]
+    offsets = [int((wire.fields or {})[n][1]) for n in names]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": wire.itemsize})
+
+
+def _words(*names: str, size: int = 0, arrays: dict[str, int] | None = None) -> np.dtype[Any]:
+    """Signed 64-bit fields in order, then int64 arrays, padded to ``size`` bytes."""
+    fields: list[Any] = [(name, "<i8") for name in names]
+    fields += [(name, "<i8", (count,)) for name, count in (arrays or {}).items()]
+    plain = np.dtype(fields)
+    if size:
+        assert plain.itemsize <= size, (plain.itemsize, size)
+        offsets = [int((plain.fields or {})[n][1]) for n in plain.names or ()]
+        formats = [plain[n] for n in plain.names or ()]
+        return np.dtype({"names": plain.names, "formats": formats, "offsets": offsets, "itemsize": size})
+    return plain
+
+
+SQE: Final = _signed(SubmissionEntry)
+CQE: Final = np.dtype(CompletionEntry)
+RANGE: Final = _signed(DsmRange)
+WORD: Final = np.dtype("<i8")
+
+# ---------------------------------------------------------------------------------------------- kept: state area
+
+HEADER: Final = _words("magic", "version", "bytes", "selector", "sequence", size=PAGE)
+
+SQ: Final = _words(
+    "live",
+    "epoch",
+    "entries",
+    "iova",
+    "cqid",
+    "fetched",  # commands copied out of the queue, ever
+    "commands",  # the counters below are of this queue's life
+    "punts",
+    "errors",
+    "bytes_read",
+    "bytes_written",
+    "ticks_wait",  # sums over commands: found in the queue -> begun
+    "ticks_serve",  # begun -> completion posted
+    size=128,
+)
+
+CQ: Final = _words("live", "epoch", "entries", "iova", "vector", "interrupts", "posted", "signals", size=64)
+
+SPACE: Final = _words("reads", "writes", "bytes_read", "bytes_written", "others", "errors", size=64)
+
+# in-flight states: the replay rule (DESIGN rule 5)
+FREE: Final = 0
+FETCHED: Final = 1  # the SQE is ours; executed again after a crash
+EXECUTED: Final = 2  # status and dw0 are set; never executed again
+POSTING: Final = 3  # cq_count and the CQE's words are set: written again, byte for byte, unless posted has passed it
+
+INFLIGHT: Final = np.dtype(
+    [
+        ("sqe", SQE),
+        ("state", "<i8"),
+        ("sqid", "<i8"),
+        ("sq_count", "<i8"),  # which fetch of its SQ this was
+        ("sequence", "<i8"),  # order of fetch in the controller
+        ("status", "<i8"),  # CQE status field without the phase
+        ("dw0", "<i8"),
+        ("cq_count", "<i8"),  # which post of its CQ this is
+        ("cqe_low", "<i8"),
+        ("cqe_high", "<i8"),
+        ("where", "<i8"),  # WHERE_* : which stage has it
+        ("bytes", "<i8"),  # of data
+        ("pending", "<i8"),  # io_uring operations that have not come back
+        ("seen", "<i8"),  # stamps in ticks: found in its queue, begun
+        ("begun", "<i8"),
+        ("pad", "<i8", (2,)),
+    ]
+)
+
+WHERE_ASIC: Final = 0
+WHERE_URING: Final = 1
+WHERE_CONTROL: Final = 2
+WHERE_PARKED: Final = 3  # an AER: holds no place in the CQ
+
+# Log-linear histogram of nanoseconds: 8 steps per octave, 2^3 .. 2^40 ns.
+HISTOGRAM_STEP_BITS: Final = 3
+HISTOGRAM_BUCKETS: Final = 38 << HISTOGRAM_STEP_BITS
+HISTOGRAM: Final = np.dtype(("<i8", (HISTOGRAM_BUCKETS,)))
+
+
+def _place() -> dict[str, int]:
+    """Offsets of the parts of the state area, each on a page."""
+    parts = {
+        "header": HEADER.itemsize,
+        "sq": SQ.itemsize * QUEUES,
+        "cq": CQ.itemsize * QUEUES,
+        "space": SPACE.itemsize * NAMESPACES,
+        "inflight": INFLIGHT.itemsize * SLOTS,
+        "histogram": HISTOGRAM_BUCKETS * 8 * QUEUES,
+        "blob": 2 * BLOB_BYTES,
+    }
+    offsets, at = {}, 0
+    for name, size in parts.items():
+        offsets[name] = at
+        at += -(-size // PAGE) * PAGE
+    return offsets | {"end": at}
+
+
+_OFFSETS: Final = _place()
+SQ_OFFSET: Final = _OFFSETS["sq"]
+CQ_OFFSET: Final = _OFFSETS["cq"]
+SPACE_OFFSET: Final = _OFFSETS["space"]
+INFLIGHT_OFFSET: Final = _OFFSETS["inflight"]
+HISTOGRAM_OFFSET: Final = _OFFSETS["histogram"]
+BLOB_OFFSET: Final = _OFFSETS["blob"]
+STATE_BYTES: Final = _OFFSETS["end"]
+
+
+def offset_of(dtype: np.dtype[Any], field: str) -> int:
+    """Byte offset of a field in its record."""
+    return int((dtype.fields or {})[field][1])
+
+
+INFLIGHT_STATE: Final = offset_of(INFLIGHT, "state")
+SQ_FETCHED: Final = offset_of(SQ, "fetched")
+SQ_LIVE: Final = offset_of(SQ, "live")
+CQ_POSTED: Final = offset_of(CQ, "posted")
+
+# ------------------------------------------------------------------------------------------------- worker-local
+
+# One DMA region: guest addresses iova .. iova + size are at host address ``host``; rights: 1 read, 2 write.
+REGION: Final = _words("iova", "size", "host", "rights")
+DMA_READ: Final = 1  # the device may read guest memory
+DMA_WRITE: Final = 2
+
+# A namespace as the compiled stage sees it; ``kind`` is what map_lookup switches on.
+NAMESPACE: Final = _words("kind", "shift", "blocks", "host", "direct_fd", "buffered_fd", "readonly", "align", size=64)
+KIND_ABSENT: Final = 0
+KIND_NULL: Final = 1
+KIND_MEMORY: Final = 2
+KIND_FILE: Final = 3
+
+SEGMENT: Final = _words("host", "size")  # the kernel's struct iovec
+
+# Words of queues that are valid in this worker only; index i serves SQ i and CQ i alike.
+QUEUE_LOCAL: Final = _words(
+    "sq_host",  # 0: resolved at the next use; DMA maps come and go under live queues
+    "sq_head",  # fetched modulo entries
+    "sq_outstanding",
+    "cq_host",
+    "cq_tail",  # posted modulo entries
+    "cq_phase",
+    "cq_outstanding",  # fetched commands that hold a place in this CQ
+    "dirty",  # completions were posted since its vector was fired
+    "region",  # index of the DMA region that served last
+    "bad_tail",  # the invalid doorbell value that was reported last, so that it is reported once
+    "bad_head",
+    "blocked",  # commands wait for room in this CQ
+    size=128,
+)
+
+CONTROLLER: Final = _words(
+    "live",
+    "index",
+    "state",  # address of the state area
+    "bar",  # address of the doorbell page
+    "namespaces",  # NAMESPACE x NAMESPACES, by nsid - 1
+    "queues",  # QUEUE_LOCAL x QUEUES
+    "vectors",  # eventfd per vector, -1 when not assigned
+    "segments",  # SEGMENT x SEGMENTS x SLOTS
+    "free",  # stack of free slots
+    "free_count",
+    "dma",  # REGION x dma_count, sorted by iova
+    "dma_count",
+    "socket",
+    "attention",  # ATTENTION_*
+    "hold",  # 1: no new command is fetched
+    "sequence",  # of the next fetched command
+    "outstanding",  # commands that are with io_uring
+    "shadow",  # DBBUF: guest memory of the two buffers as host addresses, 0 when off
+    "events",
+    "live_queues",  # ids of live SQs, live_count of them
+    "live_count",
+    "bad_doorbell",  # kind << 32 | id of a doorbell write to report; 0 when control has read it
+    "replay",  # slots to bring to their end after a restart, in order of fetch
+    "replay_count",
+    "replay_done",
+    size=256,
+)
+
+ATTENTION_NONE: Final = 0
+ATTENTION_WANTED: Final = 1  # a message that is no doorbell (or the end of the stream) is at the head
+ATTENTION_TAKEN: Final = 2  # control has seen it
+
+BAD_DOORBELL_REGISTER: Final = 1  # Base 2.0 figure 146: "Write to Invalid Doorbell Register" (value + 1)
+BAD_DOORBELL_VALUE: Final = 2  # "Invalid Doorbell Write Value" (value + 1)
+
+POLLER: Final = _words(
+    "stop",
+    "passes",
+    "grace_wanted",
+    "grace_seen",
+    "control_fd",  # eventfd: wakes control
+    "wake_fd",  # eventfd: wakes this poller
+    "health",  # address of the heartbeat word
+    "misses",  # ring poller -> control: commands for control
+    "updates",  # ring control -> poller: commands that control has executed
+    "errors",  # ring poller -> control of ERROR_RECORD: failed I/O commands, for the error log
+    "uring",  # address of URING
+    "pollfds",
+    "scratch",
+    "dirty",  # controller << 32 | cqid of CQs to signal at the end of the pass
+    "dirty_count",
+    "controllers",  # CONTROLLER x CONTROLLERS
+    "controller_count",
+    "spin",  # idle passes before sleeping
+    "stamps",  # 0: no time is taken on the data path
+    "counters",  # 0: nothing is counted on the data path
+    "ns_mult",  # nanoseconds = ticks * ns_mult >> 20
+    "kick",  # control has something to do; woken once at the end of the pass
+    "armed",  # 1: the guest was asked to ring for new entries
+    "sleeps",
+    "idle_ms",  # longest sleep
+    "kill_point",  # tests: KILL_POINTS code and countdown
+    "kill_after",
+    "pid",
+    size=256,
+)
+
+STOP: Final = offset_of(POLLER, "stop")
+GRACE_WANTED: Final = offset_of(POLLER, "grace_wanted")
+GRACE_SEEN: Final = offset_of(POLLER, "grace_seen")
+SCRATCH_BYTES: Final = 3 * PAGE  # peeked messages; consumed ones; the number 1 for eventfds
+DIRTY_MAX: Final = CONTROLLERS * QUEUES
+
+ERROR_RECORD: Final = _words("controller", "sqid", "cid", "status", "nsid", "lba", size=64)
+ERROR_ENTRIES: Final = 64
+
+# A posted 4-byte REGION_WRITE as vfio-user carries it: the one message that pollers read by themselves.
+DOORBELL: Final = np.dtype(
+    [
+        ("id", "<u2"),
+        ("command", "<u2"),
+        ("size", "<u4"),
+        ("flags", "<u4"),
+        ("error", "<u4"),
+        ("offset", "<i8"),
+        ("region", "<u4"),
+        ("count", "<u4"),
+        ("value", "<u4"),
+    ]
+)
+
+# Single-producer single-consumer ring: producer and consumer words on cache lines of their own.
+RING_HEAD: Final = 0
+RING_TAIL: Final = 64
+RING_DATA: Final = 128
+RING_BYTES: Final = RING_DATA + 8 * RING_ENTRIES
+
+POLLFD: Final = np.dtype([("fd", "<i4"), ("events", "<i2"), ("revents", "<i2")])
+POLLFDS: Final = CONTROLLERS + 2
+
+# io_uring, include/uapi/linux/io_uring.h
+URING: Final = _words(
+    "fd",
+    "sq_head",
+    "sq_tail",
+    "sq_mask",
+    "sq_array",
+    "sqes",
+    "cq_head",
+    "cq_tail",
+    "cq_mask",
+    "cqes",
+    "pending",  # prepared, not yet submitted
+    "inflight",  # prepared or submitted, not yet reaped
+    "limit",  # of inflight
+    size=128,
+)
+URING_SQE: Final = np.dtype(
+    [
+        ("opcode", "u1"),
+        ("flags", "u1"),
+        ("ioprio", "<u2"),
+        ("fd", "<i4"),
+        ("off", "<i8"),
+        ("addr", "<i8"),
+        ("len", "<u4"),
+        ("rw_flags", "<u4"),
+        ("user_data", "<i8"),
+        ("buf_index", "<u2"),
+        ("personality", "<u2"),
+        ("splice_fd", "<i4"),
+        ("pad", "<i8", (2,)),
+    ]
+)
+URING_CQE: Final = np.dtype([("user_data", "<i8"), ("res", "<i4"), ("flags", "<u4")])
+assert URING_SQE.itemsize == 64 and URING_CQE.itemsize == 16 and CQE.itemsize == 16 and SQE.itemsize == 64
+
+# Named points where a test may end the worker (see dpu/killpoint.py); code 0 is "never".
+KILL_POINTS: Final = {
+    "header_read": 1,
+    "doorbell_stored": 2,
+    "sqe_copied": 3,
+    "executed": 4,
+    "cqe_half": 5,
+    "cqe_written": 6,
+    "before_eventfd": 7,
+    "in_loop": 8,
+    "uring_submitted": 9,
+}
