@@ -19,6 +19,7 @@ Source: deb(5), sources.list(5), apt-get(8); Debian Policy 10.5 (symbolic links)
 from __future__ import annotations
 
 import hashlib
+import http.client
 import io
 import json
 import lzma
@@ -132,9 +133,7 @@ def mirror() -> str:
     """The base URL of the Debian archive to use, without a slash at its end."""
     if own := os.environ.get("DPU_EMU_MIRROR"):
         if not own.startswith(("http://", "https://", "file:")):
-            raise EmuError(
-                f"DPU_EMU_MIRROR is {own!r}", "give an http, https or file URL of a Debian archive"
-            )
+            raise EmuError(f"DPU_EMU_MIRROR is {own!r}", "give an http, https or file URL of a Debian archive")
         return own.rstrip("/")
     for uri, suites, components in _apt_sources(APT_SOURCES):
         usable = uri.startswith(("http://", "https://", "file:")) and "main" in components
@@ -240,11 +239,39 @@ def _download(debs: Sequence[Deb], directory: Path, progress: Progress) -> None:
         raise MirrorLacks(gone, base)
 
 
+def try_mirror(suite: str) -> str:
+    """Ask the mirror for ``suite``'s release file, by the way that packages come: what goes wrong, or ""."""
+    url = f"{mirror()}/dists/{suite}/InRelease"
+    with tempfile.TemporaryDirectory(prefix="dpu-emu-") as directory:
+        target = Path(directory) / "InRelease"
+        try:
+            if not APT_HELPER.exists():
+                _download_one(url, target)
+                return ""
+            done = subprocess.run(
+                [*_apt_helper(), "download-file", url, str(target)],
+                capture_output=True,
+                text=True,
+                env=_c_locale(),
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, http.client.HTTPException) as error:
+            return str(error) or repr(error)
+    reasons = _FAILED.findall(done.stderr)
+    return reasons[0][1] if reasons else ""
+
+
+def _apt_helper() -> list[str]:
+    command = [str(APT_HELPER), "-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=1"]
+    return [*command, *(f"-oAcquire::{scheme}::Timeout={_TIMEOUT_S}" for scheme in ("http", "https"))]
+
+
+_FAILED = re.compile(r"^E: Failed to fetch (\S+)\s+(.*)$", re.MULTILINE)
+
+
 def _download_apt(targets: dict[str, Deb], directory: Path, progress: Progress) -> dict[str, str]:
     """Fetch by apt's downloader; returns {sha256: what went wrong}."""
-    command = [str(APT_HELPER), "-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=1"]
-    command += ["-o", f"Acquire::http::Timeout={_TIMEOUT_S}", "-o", f"Acquire::https::Timeout={_TIMEOUT_S}"]
-    command.append("download-file")
+    command = [*_apt_helper(), "download-file"]
     for url, deb in targets.items():
         command += [url, str(directory / deb.sha256), f"SHA256:{deb.sha256}"]
     errors = directory / "errors"
@@ -268,7 +295,7 @@ def _download_apt(targets: dict[str, Deb], directory: Path, progress: Progress) 
             process.kill()
             process.wait()
     failed = {}
-    for url, reason in re.findall(r"^E: Failed to fetch (\S+)\s+(.*)$", errors.read_text(), re.MULTILINE):
+    for url, reason in _FAILED.findall(errors.read_text()):
         if url in targets:
             failed[targets[url].sha256] = reason.strip()
     return failed
@@ -318,9 +345,7 @@ def members(deb: Deb) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
                     info.linkname = info.linkname.removeprefix("./")
                 for name in (info.name, info.linkname if info.islnk() else info.name):
                     if not _is_below(name):
-                        raise EmuError(
-                            f"{deb.package}: member {name!r} leads out of the package; not unpacked"
-                        )
+                        raise EmuError(f"{deb.package}: member {name!r} leads out of the package; not unpacked")
                 body = archive.extractfile(info) if info.isreg() else None
                 yield info, body.read() if body else b""
     except (OSError, tarfile.TarError, lzma.LZMAError, zstandard.ZstdError, EOFError, zlib.error) as error:
@@ -454,9 +479,7 @@ def resolve(
     """
     apt = shutil.which("apt-get")
     if apt is None:
-        raise EmuError(
-            "apt-get is not there, and without it no package set can be resolved", "use a Debian host"
-        )
+        raise EmuError("apt-get is not there, and without it no package set can be resolved", "use a Debian host")
     if not KEYRING.exists():
         raise EmuError(
             f"the Debian keyring {KEYRING} is not there, so the archive's signature cannot be checked",

@@ -119,7 +119,7 @@ def present(option: str | None = None) -> Qemu | None:
         return _own(own, "the option" if option else "DPU_EMU_QEMU")
     system = shutil.which(SYSTEM_EMULATOR)
     if system is not None:
-        missing, version = _probe([system])
+        missing, version = probe([system])
         if not missing:
             return Qemu(Path(system), version, "system")
     return _private()
@@ -128,10 +128,8 @@ def present(option: str | None = None) -> Qemu | None:
 def _own(name: str, given_by: str) -> Qemu:
     path = shutil.which(os.path.expanduser(name))
     if path is None:
-        raise EmuError(
-            f"the QEMU of {given_by}, {name}, is no program", f"give the path of a {SYSTEM_EMULATOR}"
-        )
-    missing, version = _probe([path])
+        raise EmuError(f"the QEMU of {given_by}, {name}, is no program", f"give the path of a {SYSTEM_EMULATOR}")
+    missing, version = probe([path])
     if missing:
         raise EmuError(
             f"the QEMU of {given_by}, {path}, cannot be used: {missing}",
@@ -140,8 +138,8 @@ def _own(name: str, given_by: str) -> Qemu:
     return Qemu(Path(path).absolute(), version, "user")
 
 
-def _probe(command: Sequence[str]) -> tuple[str, str]:
-    """(what is wrong or "", version) of a system emulator: has it the device, and does it start and stop?"""
+def probe(command: Sequence[str]) -> tuple[str, str]:
+    """(what is wrong or "", version) of a system emulator: has it the device, does it start and stop?"""
     try:
         asked = _run([*command, "-device", f"{DEVICE},help"])
         if asked.returncode or f"{DEVICE} options" not in asked.stdout:
@@ -220,7 +218,7 @@ def _assemble(lock: debs.Lock, directory: Path, pinned: bool, progress: Progress
             _write_wrapper(new / "bin" / tool, tool)
         progress.step("Trying the private QEMU")
         foreign = [path for path in _libraries(new / "root") if new not in path.parents]
-        wrong, version = _probe([str(new / "bin" / SYSTEM_EMULATOR)])
+        wrong, version = probe([str(new / "bin" / SYSTEM_EMULATOR)])
         if foreign:
             wrong = f"{foreign[0].name} is not in its packages"
         if wrong:
@@ -254,9 +252,7 @@ def _is_wanted(name: str) -> bool:
 
 def _write_wrapper(path: Path, tool: str) -> None:
     firmware = [f' -L "$root/{name}"' for name in _FIRMWARE] if tool == SYSTEM_EMULATOR else []
-    path.write_text(
-        _WRAPPER.format(loader=_LOADER, libraries=_LIBRARIES, tool=tool, arguments="".join(firmware))
-    )
+    path.write_text(_WRAPPER.format(loader=_LOADER, libraries=_LIBRARIES, tool=tool, arguments="".join(firmware)))
     path.chmod(0o755)
 
 
