@@ -32,7 +32,8 @@ from dpu.backends import BACKENDS, Backend, FileBackend, MemoryBackend, NullBack
 from dpu.backends.file import CacheMode
 from dpu.errors import RpcError
 from dpu.killpoint import killpoint
-from dpu.nvme.controller import NamespaceInfo
+from dpu.layout import NAMESPACES
+from dpu.nvme.interfaces import NamespaceInfo
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ TRANSPORT = "VFIOUSER"
 DISCOVERY_NQN = "nqn.2014-08.org.nvmexpress.discovery"
 MODEL_DEFAULT = "dpu-emu NVMe controller"
 NAMESPACES_DEFAULT = 32
-NAMESPACES_MAX = 1024
 NAME_BYTES_MAX = 255
 NQN_BYTES_MAX = 223
 SERIAL_BYTES_MAX = 20
@@ -130,6 +130,7 @@ class Namespace:
             uuid=self.uuid.bytes,
             product=self.backend.product_name,
             supports_discard=self.backend.supports_discard,
+            readonly=self.backend.readonly,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -653,6 +654,6 @@ def _identity_problem(serial: str, model: str, max_namespaces: int) -> str:
         # NVMe Base 2.0, 5.17.2.1: SN and MN are ASCII strings, left justified.
         if len(text) > limit or not text.isascii() or not text.isprintable():
             return f"{what} number {text!r} is not up to {limit} printable ASCII characters"
-    if max_namespaces > NAMESPACES_MAX:
-        return f"max_namespaces {max_namespaces} is above {NAMESPACES_MAX}"
+    if max_namespaces > NAMESPACES:
+        return f"max_namespaces {max_namespaces} is above {NAMESPACES}"
     return ""

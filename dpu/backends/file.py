@@ -2,10 +2,13 @@
 
 Use: ``bdev_aio_create`` with filename, name, [block_size (bytes, 512 or 4096), readonly, fallocate, uuid] and
 ``cache_mode``, a key of ours beside SPDK's: "direct" (O_DIRECT or refuse), "buffered" (page cache), left out:
-direct where the file system takes it, else buffered. ``direct`` and ``dio_align_bytes`` say what came of it.
+direct where the file system takes it, else buffered.
+``fd`` always goes through the page cache. ``direct_fd`` (-1 when buffered) is the same file with O_DIRECT,
+for requests whose offset, length and memory are multiples of ``dio_align_bytes``; others take ``fd``.
+Either's fdatasync makes both durable.
 ``fallocate``: Deallocate punches holes; without it Deallocate is advice that is not taken, as in SPDK.
-The lock is flock(2) on the open file description. The stashed duplicate shares it, so it is held from worker
-to worker; it falls when the keeper ends.
+The lock is flock(2) on the open file description of ``fd``. The stashed duplicate shares it, so it is held
+from worker to worker; it falls when the keeper ends.
 Limits: the size is read once, when the device is made, and must be a multiple of the block size.
 Errors: -2 no such file, -13/-30 not allowed, -16 the file is in use by another bdev or another program (SPDK
 has no such check), -22 not a file or block device, empty, or not a multiple of the block size.
@@ -38,8 +41,7 @@ _UUID_SPACE = uuids.UUID("6e1a2a0c-2d53-4f67-9d8e-6c0e1d5b7a11")
 
 
 class FileBackend(Backend):
-    """``direct``: fd has O_DIRECT. ``dio_align_bytes``: offset, length and memory of a request must be
-    multiples of it (1 when buffered)."""
+    """``direct_fd`` and ``dio_align_bytes``: see above; ``direct_fd`` is owned and closed with ``fd``."""
 
     kind = Kind.FILE
     product_name = "AIO disk"
@@ -47,7 +49,7 @@ class FileBackend(Backend):
     io_types = frozenset({"read", "write", "flush", "reset", "write_zeroes"})
 
     path: str
-    direct: bool
+    direct_fd: int
     dio_align_bytes: int
     fallocate: bool
     block_size_given: bool
@@ -86,8 +88,8 @@ class FileBackend(Backend):
                 raise os_error(errno.EINVAL)
             check_geometry(block_size, size_bytes // block_size)
             _lock(fd, name, path)
-            align = 0 if cache_mode == "buffered" else _enable_direct(fd, block_size)
-            if cache_mode == "direct" and not align:
+            direct_fd, align = (-1, 1) if cache_mode == "buffered" else _open_direct(fd, readonly)
+            if cache_mode == "direct" and direct_fd < 0:
                 log.error("bdev %s: %r cannot be read with O_DIRECT; use cache_mode buffered", name, path)
                 raise os_error(errno.EINVAL)
         except OSError as error:
@@ -107,15 +109,26 @@ class FileBackend(Backend):
             readonly=readonly,
             supports_discard=fallocate and not readonly,
         )
-        backend._set(path, align, fallocate, given)
+        backend._set(path, direct_fd, align, fallocate, given)
         return backend
 
-    def _set(self, path: str, dio_align_bytes: int, fallocate: bool, block_size_given: bool) -> None:
+    def _set(self, path: str, direct_fd: int, dio_align_bytes: int, fallocate: bool, block_size_given: bool) -> None:
         self.path = path
-        self.direct = dio_align_bytes > 0
-        self.dio_align_bytes = dio_align_bytes or 1
+        self.direct_fd = direct_fd
+        self.dio_align_bytes = dio_align_bytes
         self.fallocate = fallocate
         self.block_size_given = block_size_given
+
+    @property
+    def direct(self) -> bool:
+        """Aligned requests bypass the page cache."""
+        return self.direct_fd >= 0
+
+    def close(self) -> None:
+        super().close()
+        if self.direct_fd >= 0:
+            os.close(self.direct_fd)
+            self.direct_fd = -1
 
     @classmethod
     def from_config(cls, config: dict[str, Any], fd: int) -> FileBackend:
@@ -129,8 +142,18 @@ class FileBackend(Backend):
             readonly=config["readonly"],
             supports_discard=config["fallocate"] and not config["readonly"],
         )
+        direct_fd = -1
+        if config["direct"]:
+            try:
+                direct_fd = _reopen(fd, config["readonly"])
+            except OSError as error:
+                log.error("bdev %s: no O_DIRECT any more, buffered from now on: %s", backend.name, error)
         backend._set(
-            config["filename"], config["dio_align_bytes"], config["fallocate"], config["block_size_given"]
+            config["filename"],
+            direct_fd,
+            config["dio_align_bytes"],
+            config["fallocate"],
+            config["block_size_given"],
         )
         return backend
 
@@ -141,7 +164,8 @@ class FileBackend(Backend):
             "readonly": self.readonly,
             "fallocate": self.fallocate,
             "block_size_given": self.block_size_given,
-            "dio_align_bytes": self.dio_align_bytes if self.direct else 0,
+            "direct": self.direct,
+            "dio_align_bytes": self.dio_align_bytes,
         }
 
     def driver_specific(self) -> dict[str, Any]:
@@ -185,25 +209,26 @@ def _lock(fd: int, name: str, path: str) -> None:
         raise os_error(errno.EBUSY) from error
 
 
-def _enable_direct(fd: int, block_size: int) -> int:
-    """Set O_DIRECT if blocks of ``block_size`` can be read through it.
+def _reopen(fd: int, readonly: bool) -> int:
+    """The file behind ``fd`` once more, with O_DIRECT; also when it has been renamed or removed since."""
+    access = os.O_RDONLY if readonly else os.O_RDWR
+    return os.open(f"/proc/self/fd/{fd}", access | os.O_CLOEXEC | os.O_DIRECT)
 
-    Returns the smallest alignment in bytes that was seen to work (512 or 4096), 0 when it stays buffered.
-    """
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+
+def _open_direct(fd: int, readonly: bool) -> tuple[int, int]:
+    """An fd with O_DIRECT that was seen to work, and the smallest alignment in bytes that did; (-1, 1) if
+    none."""
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        direct_fd = _reopen(fd, readonly)
     except OSError:
-        return 0
-    with mmap.mmap(-1, 8192) as page:
+        return -1, 1
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as pages:
         for align in BLOCK_SIZES:
-            if align > block_size:
-                break
-            with memoryview(page) as view, view[align : 2 * align] as buffer:
+            with memoryview(pages) as view, view[align : 2 * align] as buffer:
                 try:
-                    os.preadv(fd, [buffer], align)
+                    os.preadv(direct_fd, [buffer], align)
                 except OSError:
                     continue
-                return align
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
-    return 0
+                return direct_fd, align
+    os.close(direct_fd)
+    return -1, 1
