@@ -176,6 +176,9 @@ def offset_of(dtype: np.dtype[Any], field: str) -> int:
     return int((dtype.fields or {})[field][1])
 
 
+INFLIGHT_BYTES: Final = INFLIGHT.itemsize
+SQ_BYTES: Final = SQ.itemsize
+CQ_BYTES: Final = CQ.itemsize
 INFLIGHT_STATE: Final = offset_of(INFLIGHT, "state")
 SQ_FETCHED: Final = offset_of(SQ, "fetched")
 SQ_LIVE: Final = offset_of(SQ, "live")
@@ -196,6 +199,7 @@ KIND_MEMORY: Final = 2
 KIND_FILE: Final = 3
 
 SEGMENT: Final = _words("host", "size")  # the kernel's struct iovec
+SEGMENT_LIST_BYTES: Final = SEGMENTS * SEGMENT.itemsize  # of one slot
 
 # Words of queues that are valid in this worker only; index i serves SQ i and CQ i alike.
 QUEUE_LOCAL: Final = _words(

@@ -43,6 +43,7 @@ from dpu.layout import (
     CONTROLLER,
     CONTROLLERS,
     CQ,
+    CQ_BYTES,
     CQ_OFFSET,
     CQ_POSTED,
     DMA_READ,
@@ -60,6 +61,7 @@ from dpu.layout import (
     HISTOGRAM_OFFSET,
     HISTOGRAM_STEP_BITS,
     INFLIGHT,
+    INFLIGHT_BYTES,
     INFLIGHT_OFFSET,
     INFLIGHT_STATE,
     KILL_POINTS,
@@ -82,11 +84,13 @@ from dpu.layout import (
     RING_HEAD,
     RING_TAIL,
     SEGMENT,
+    SEGMENT_LIST_BYTES,
     SEGMENTS,
     SLOTS,
     SPACE,
     SPACE_OFFSET,
     SQ,
+    SQ_BYTES,
     SQ_FETCHED,
     SQ_OFFSET,
     STOP,
@@ -376,7 +380,7 @@ def write_completion(p: Any, c: Any, slot: int, entry: Any, cq: Any, local: Any)
     kill_at(p, _CQE_HALF)
     store_u64(at + 8, entry.cqe_high)
     kill_at(p, _CQE_WRITTEN)
-    address = c.state + CQ_OFFSET + CQ.itemsize * entry_cqid(c, entry)
+    address = c.state + CQ_OFFSET + CQ_BYTES * entry_cqid(c, entry)
     store_u64(address + CQ_POSTED, cq.posted + 1)
     local.cq_tail += 1
     if local.cq_tail == cq.entries:
@@ -398,7 +402,7 @@ def entry_cqid(c: Any, entry: Any) -> int:
 @compiled
 def release(c: Any, slot: int, entry: Any) -> None:
     """Free an in-flight entry."""
-    store_u64(c.state + INFLIGHT_OFFSET + INFLIGHT.itemsize * slot + INFLIGHT_STATE, FREE)
+    store_u64(c.state + INFLIGHT_OFFSET + INFLIGHT_BYTES * slot + INFLIGHT_STATE, FREE)
     view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid].sq_outstanding -= 1
     store_u64(c.free + 8 * c.free_count, slot)
     c.free_count += 1
@@ -420,7 +424,7 @@ def post(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
     entry.cqe_low = entry.dw0
     high = locals_[entry.sqid].sq_head | entry.sqid << 16 | int(entry.sqe.cid) << 32
     entry.cqe_high = signed(high | (status << 1 | local.cq_phase) << 48)
-    store_u64(c.state + INFLIGHT_OFFSET + INFLIGHT.itemsize * slot + INFLIGHT_STATE, POSTING)
+    store_u64(c.state + INFLIGHT_OFFSET + INFLIGHT_BYTES * slot + INFLIGHT_STATE, POSTING)
     kill_at(p, _EXECUTED)
     if entry.where != WHERE_PARKED:
         local.cq_outstanding -= 1
@@ -487,7 +491,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
         return _INVALID_FIELD
     entry.bytes = length
     local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
-    out = c.segments + slot * (SEGMENTS * SEGMENT.itemsize)
+    out = c.segments + slot * SEGMENT_LIST_BYTES
     count = walk_prps(c, local, sqe, length, DMA_WRITE if op == _READ else DMA_READ, out)
     if count < 0:
         return -count
@@ -575,7 +579,7 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     sqe = entry.sqe
     count = (int(sqe.cdw10) & 0xFF) + 1  # 0's based
     local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
-    out = c.segments + slot * (SEGMENTS * SEGMENT.itemsize)
+    out = c.segments + slot * SEGMENT_LIST_BYTES
     found = walk_prps(c, local, sqe, count * 16, DMA_READ, out)
     if found < 0:
         return -found
@@ -691,7 +695,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
     seen = ticks() if p.stamps else 0
     inflight = c.state + INFLIGHT_OFFSET
     table = view(inflight, SLOTS, INFLIGHT)
-    state = c.state + SQ_OFFSET + SQ.itemsize * sqid
+    state = c.state + SQ_OFFSET + SQ_BYTES * sqid
     fetched = 0
     while head != tail and fetched < BATCH:
         if c.free_count == 0 or u.inflight + 257 > u.limit:
@@ -702,7 +706,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
         slot = load_u64(c.free + 8 * (c.free_count - 1))
         c.free_count -= 1
         entry = table[slot]
-        copy(inflight + INFLIGHT.itemsize * slot, local.sq_host + 64 * head, 64)
+        copy(inflight + INFLIGHT_BYTES * slot, local.sq_host + 64 * head, 64)
         entry.sqid = sqid
         entry.sq_count = sq.fetched
         entry.sequence = c.sequence
@@ -712,7 +716,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
         entry.seen = seen
         parked = sqid == 0 and int(entry.sqe.opcode) == _AER
         entry.where = WHERE_PARKED if parked else WHERE_ASIC
-        store_u64(inflight + INFLIGHT.itemsize * slot + INFLIGHT_STATE, FETCHED)
+        store_u64(inflight + INFLIGHT_BYTES * slot + INFLIGHT_STATE, FETCHED)
         kill_at(p, _SQE_COPIED)
         store_u64(state + SQ_FETCHED, sq.fetched + 1)
         c.sequence += 1
