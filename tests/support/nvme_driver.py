@@ -69,9 +69,7 @@ CQ_INVALID, INVALID_QID, INVALID_QSIZE, AER_LIMIT, INVALID_VECTOR = 0x100, 0x101
 INVALID_LOG_PAGE, INVALID_QUEUE_DELETION, NOT_SAVEABLE, NOT_CHANGEABLE = 0x109, 0x10C, 0x10D, 0x10E
 COMPARE_FAILURE = 0x285
 
-SQE = struct.Struct(
-    "<BBHIIIQQQIIIIII"
-)  # opcode, flags, CID, NSID, CDW2, CDW3, MPTR, PRP1, PRP2, CDW10..CDW15
+SQE = struct.Struct("<BBHIIIQQQIIIIII")  # opcode, flags, CID, NSID, CDW2, CDW3, MPTR, PRP1, PRP2, CDW10..CDW15
 CQE = struct.Struct("<IIHHHH")  # DW0, DW1, SQHD, SQID, CID, phase and status
 
 _fence_lock = threading.Lock()
@@ -313,9 +311,7 @@ class Nvme:
         for window in ram.windows:
             self.client.dma_map(window[0], window[2], ram.fd, offset=window[1])
         available = self.client.irq_info(MSIX_INDEX)[1]
-        self.eventfds = [
-            os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(min(vectors, available))
-        ]
+        self.eventfds = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(min(vectors, available))]
         self.interrupts = [0] * len(self.eventfds)
         if self.eventfds:
             self.client.set_irqs(MSIX_INDEX, 0, self.eventfds)
@@ -396,6 +392,15 @@ class Nvme:
         self.wait_csts(CSTS_RDY, 0)
         self.drop_queues()
 
+    def device_reset(self) -> None:
+        """vfio-user DEVICE_RESET, then what a driver sets up again in PCI space."""
+        self.client.reset()
+        self.wait_csts(CSTS_RDY, 0)
+        self.drop_queues()
+        if self.eventfds:
+            self.client.set_irqs(MSIX_INDEX, 0, self.eventfds)
+        self._enable_bus_master()
+
     def drop_queues(self) -> None:
         """Forget every queue after a reset; commands outstanding will never be completed."""
         for sq in self.sqs.values():
@@ -408,7 +413,7 @@ class Nvme:
         self.sqs, self.cqs = {}, {}
         self.shadow = self.event_idx = None
         for vector in range(len(self.eventfds)):
-            self._drain(vector)
+            self.drain(vector)
 
     def shutdown(self, kind: int = 1) -> None:
         """CC.SHN normal (1) or abrupt (2), until CSTS.SHST says complete (Base 3.6.1)."""
@@ -515,7 +520,8 @@ class Nvme:
             self.ram.free(page, PAGE)
         command.pages = []
 
-    def _drain(self, vector: int) -> bool:
+    def drain(self, vector: int) -> bool:
+        """Take what an interrupt vector has counted; whether it had fired."""
         with contextlib.suppress(BlockingIOError):
             self.interrupts[vector] += os.eventfd_read(self.eventfds[vector])
             return True
@@ -536,7 +542,7 @@ class Nvme:
             poll.register(cq.eventfd, select.POLLIN)
             fired = poll.poll(min(remaining, 10) * 1000)
             if fired:
-                self._drain(cq.vector)
+                self.drain(cq.vector)
             else:
                 lost = (cq.words[cq.head * 4 + 3] >> 16) & 1 == cq.phase and not poll.poll(10_000)
                 assert not lost, f"completion on queue {cq.qid} without an interrupt on vector {cq.vector}"
@@ -572,9 +578,7 @@ class Nvme:
         pages = range(iova + first, iova + length, PAGE) if length > first else range(0)
         return self.prps_of_pages(iova, list(pages))
 
-    def prps_of_pages(
-        self, prp1: int, pages: Sequence[int], list_offset: int = 0
-    ) -> tuple[int, int, list[int]]:
+    def prps_of_pages(self, prp1: int, pages: Sequence[int], list_offset: int = 0) -> tuple[int, int, list[int]]:
         """PRP1, PRP2 for data in `prp1`, then `pages`; the first list begins `list_offset` into its page."""
         if not pages:
             return prp1, 0, []
@@ -607,9 +611,7 @@ class Nvme:
         finally:
             self.ram.free(page, PAGE)
 
-    def get_log(
-        self, lid: int, length: int, *, nsid: int = 0xFFFFFFFF, offset: int = 0, rae: int = 0
-    ) -> bytes:
+    def get_log(self, lid: int, length: int, *, nsid: int = 0xFFFFFFFF, offset: int = 0, rae: int = 0) -> bytes:
         buffer = self.ram.buffer(length)
         try:
             prp1, prp2, pages = self.prps(buffer.iova, length)
@@ -629,9 +631,7 @@ class Nvme:
     def create_cq(self, qid: int, entries: int, *, vector: int | None = None) -> CompletionQueue:
         """Create I/O Completion Queue; vector None takes `qid`, -1 makes a queue without interrupts."""
         vector = min(qid, len(self.eventfds) - 1) if vector is None else vector
-        cq = CompletionQueue(
-            self.ram, qid, entries, max(vector, 0), self.eventfds[vector] if vector >= 0 else -1
-        )
+        cq = CompletionQueue(self.ram, qid, entries, max(vector, 0), self.eventfds[vector] if vector >= 0 else -1)
         flags = 1 | (2 | vector << 16 if vector >= 0 else 0)  # PC, IEN, IV
         self.admin(CREATE_CQ, prp1=cq.iova, cdw=[qid | (entries - 1) << 16, flags])
         self.cqs[qid] = cq
@@ -742,9 +742,7 @@ class Nvme:
         self.ram.view(page, len(raw))[:] = raw
         return self.submit(sq, DSM, nsid=nsid, prp1=page, cdw=[len(ranges) - 1, attributes], pages=[page])
 
-    def dsm(
-        self, sq: SubmissionQueue, nsid: int, ranges: Sequence[tuple[int, int]], attributes: int = 4
-    ) -> int:
+    def dsm(self, sq: SubmissionQueue, nsid: int, ranges: Sequence[tuple[int, int]], attributes: int = 4) -> int:
         return self.wait(self.submit_dsm(sq, nsid, ranges, attributes=attributes))[0].status
 
     def flush(self, sq: SubmissionQueue, nsid: int) -> int:
