@@ -1,10 +1,43 @@
-"""One `dpud` process and its configuration."""
+"""One `dpud` process: started, configured over JSON-RPC, ended.
+
+    dpu = Dpu(DpuConfig("card", (ControllerConfig("fast"),)), directory, out, files)
+    await dpu.start()
+    await dpu.configure()                      # transport, back ends, subsystems, namespaces, listeners
+    await vm.attach(dpu.socket("fast"))
+    await dpu.rpc("bdev_get_bdevs")
+    await dpu.stop()
+
+Parameters: ``size`` and ``block_size`` in bytes.
+Limits: a file of the lab's own is sparse: a full disk shows when the guest writes, as an NVMe error.
+Errors: DpuError with the last lines of the daemon's log; ``code`` is the JSON-RPC error code where there is one.
+Source: SPDK's JSON-RPC methods, through PyPI's ``spdk`` client.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import stat
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from spdk.rpc.client import JSONRPCClient, JSONRPCException
+
+from dpu.errors import EmuError
+from emu.ledger import Ledger
+from emu.paths import socket_path
+from emu.process import Process, tail, tree_cpu_s
+
+START_LIMIT_S = 300.0  # the first start compiles the pollers, on a loaded host for minutes
+RPC_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -34,3 +67,244 @@ class DpuConfig:
     name: str
     controllers: tuple[ControllerConfig, ...] = ()
     cpus: str = ""
+
+
+class DpuError(EmuError):
+    """An error of a DPU; ``log`` holds the last lines of the daemon's log."""
+
+    def __init__(self, message: str, hint: str, log: Sequence[str], code: int | None = None) -> None:
+        super().__init__(message, hint)
+        self.log = list(log)
+        self.code = code
+
+    def __str__(self) -> str:
+        lines = "".join(f"\n  {line}" for line in self.log)
+        return super().__str__() + (f"\nlast lines of dpud's log:{lines}" if lines else "")
+
+
+# ---- pure: what is run and what is asked for; --dry-run prints it
+
+
+def dpud_command(config: DpuConfig, rpc: Path) -> list[str]:
+    """The daemon's command line, for this Python."""
+    cpus = ["-m", config.cpus] if config.cpus else []
+    return [sys.executable, "-P", "-m", "dpu.daemon", "-r", str(rpc), *cpus]
+
+
+def nqn(dpu: str, controller: str) -> str:
+    """The subsystem's name (NVMe base 2.0, 4.5); .internal is reserved for private use."""
+    return f"nqn.2026-11.internal.dpu-emu:{dpu}:{controller}"
+
+
+def listener_directory(directory: Path, controller: str) -> Path:
+    """SPDK's ``traddr`` for VFIOUSER; the socket in it is called ``cntrl``."""
+    return directory / controller
+
+
+def backing_file(config: DpuConfig, controller: ControllerConfig, nsid: int, files: Path) -> Path:
+    """The user's file of a namespace, or where the lab makes one."""
+    own = files / f"{config.name}.{controller.name}.{nsid}.raw"
+    return (controller.namespaces[nsid - 1].path or own).absolute()
+
+
+def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The JSON-RPC calls that make a bare dpud (or SPDK's nvmf_tgt) what ``config`` says, in order."""
+    calls: list[tuple[str, dict[str, Any]]] = [("nvmf_create_transport", {"trtype": "VFIOUSER"})]
+    for controller in config.controllers:
+        name = nqn(config.name, controller.name)
+        identity = {
+            "nqn": name,
+            "serial_number": controller.serial or hashlib.sha256(name.encode()).hexdigest()[:20],
+            "model_number": controller.model,
+            "allow_any_host": True,
+        }
+        calls.append(("nvmf_create_subsystem", identity))
+        for nsid, namespace in enumerate(controller.namespaces, 1):
+            bdev = f"{controller.name}.{nsid}"
+            calls.append(_bdev_call(bdev, namespace, backing_file(config, controller, nsid, files)))
+            add = {"nqn": name, "namespace": {"bdev_name": bdev, "nsid": nsid}}
+            calls.append(("nvmf_subsystem_add_ns", add))
+        address = {"trtype": "VFIOUSER", "traddr": str(listener_directory(directory, controller.name))}
+        calls.append(("nvmf_subsystem_add_listener", {"nqn": name, "listen_address": address}))
+    return calls
+
+
+def _bdev_call(bdev: str, namespace: NamespaceConfig, path: Path) -> tuple[str, dict[str, Any]]:
+    if namespace.backend == "file":
+        file = {"filename": str(path), "name": bdev, "block_size": namespace.block_size}
+        return "bdev_aio_create", file
+    method = {"memory": "bdev_malloc_create", "null": "bdev_null_create"}[namespace.backend]
+    num_blocks = namespace.size // namespace.block_size
+    return method, {"name": bdev, "num_blocks": num_blocks, "block_size": namespace.block_size}
+
+
+# ---- the daemon
+
+
+class Dpu:
+    """A DPU and its life. ``directory``: sockets, short; ``out``: logs; ``files``: back ends of the lab's own."""
+
+    def __init__(
+        self, config: DpuConfig, directory: Path, out: Path, files: Path, ledger: Ledger | None = None
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.files = files
+        self.ledger = ledger
+        self.log = out / "dpud.log"
+        self.rpc_socket = socket_path(directory, "rpc")
+        self._process: Process | None = None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def process(self) -> Process:
+        """The keeper process."""
+        if self._process is None:
+            raise EmuError(f"{self.name} does not run", "start it first")
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def cpu_s(self) -> float:
+        """CPU seconds of the keeper and its workers, those that have ended included."""
+        return tree_cpu_s(self.pid)
+
+    def socket(self, controller: str) -> Path:
+        """The vfio-user socket of a controller."""
+        return listener_directory(self.directory, controller) / "cntrl"
+
+    def namespaces(self, controller: str) -> int:
+        """How many namespaces the controller is configured with."""
+        return next(len(one.namespaces) for one in self.config.controllers if one.name == controller)
+
+    def error(self, message: str, hint: str = "", code: int | None = None) -> DpuError:
+        """An error of this DPU with what its log says."""
+        return DpuError(f"{self.name}: {message}", hint, tail(self.log), code)
+
+    async def start(self) -> None:
+        """Start the daemon and wait until it answers; it has no configuration yet."""
+        assert not self.running, f"{self.name} runs already"
+        command = dpud_command(self.config, self.rpc_socket)
+        self.rpc_socket.unlink(missing_ok=True)
+        ready, theirs = os.pipe()
+        try:
+            self._process = Process.spawn(
+                [*command, "--ready-fd", str(theirs)],
+                log=self.log,
+                what=f"dpud {self.name}",
+                ledger=self.ledger,
+                pass_fds=[theirs],
+            )
+        except BaseException:
+            os.close(ready)
+            raise
+        finally:
+            os.close(theirs)
+        try:
+            said = await asyncio.wait_for(_read_some(ready), START_LIMIT_S)
+        except TimeoutError:
+            await self.process.kill()
+            raise self.error(f"dpud is not ready after {START_LIMIT_S:.0f} s") from None
+        except BaseException:
+            await self.process.kill()
+            raise
+        if not said:
+            code = await self.process.terminate()
+            raise self.error(f"dpud ended with {code} before it was ready")
+
+    async def configure(self) -> None:
+        """Make it what ``config`` says; makes the back ends' files first."""
+        for controller in self.config.controllers:
+            listener_directory(self.directory, controller.name).mkdir(mode=0o700, exist_ok=True)
+            for nsid, namespace in enumerate(controller.namespaces, 1):
+                if namespace.backend == "file":
+                    make_file(backing_file(self.config, controller, nsid, self.files), namespace.size)
+        for method, parameters in rpc_calls(self.config, self.directory, self.files):
+            await self.rpc(method, **parameters)
+
+    async def rpc(self, method: str, /, **parameters: Any) -> Any:
+        """One JSON-RPC call."""
+        try:
+            client = JSONRPCClient(str(self.rpc_socket), timeout=RPC_LIMIT_S)
+        except JSONRPCException as error:
+            raise self.error(f"dpud does not take a connection for {method}") from error
+        client.get_logger().handlers.clear()  # each client adds one to the logger that they share
+        try:
+            return await asyncio.to_thread(client.call, method, parameters)
+        except JSONRPCException as error:
+            code, text = _rpc_error(error.message)
+            raise self.error(f"{method}: {text}", code=code) from error
+        except OSError as error:
+            raise self.error(f"{method}: {error.strerror}") from error
+        finally:
+            _hang_up(client)  # also lets the thread go when we were cancelled
+
+    async def kill(self) -> None:
+        """SIGKILL to the keeper."""
+        await self.process.kill()
+
+    async def stop(self) -> None:
+        """End it in order, or not in order if it does not listen."""
+        if self._process is not None:
+            await self._process.terminate(grace_s=10)
+
+
+def make_file(path: Path, size: int) -> None:
+    """A sparse file of ``size`` bytes; one that is there must have that size, or be a block device."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        found = path.stat()
+        if not stat.S_ISBLK(found.st_mode) and found.st_size != size:
+            raise EmuError(
+                f"{path} has {found.st_size} bytes, the namespace {size}",
+                "give its real size, or another path",
+            ) from None
+    except OSError as error:
+        raise EmuError(f"cannot make {path}: {error.strerror}", "choose another path") from error
+    else:
+        try:
+            os.truncate(fd, size)
+        except OSError as error:
+            path.unlink()
+            raise EmuError(f"cannot make {path} of {size} bytes: {error.strerror}", "make it smaller") from error
+        finally:
+            os.close(fd)
+
+
+def _rpc_error(text: str) -> tuple[int | None, str]:
+    """(code, message) out of the client's exception, which ends with the error object as JSON."""
+    found = re.search(r"^response:\n(\{.*\})\s*$", text, re.MULTILINE | re.DOTALL)
+    if not found:
+        return None, text.strip().splitlines()[0] if text.strip() else "no answer"
+    error = json.loads(found[1])
+    return int(error["code"]), f"{error['message']} ({error['code']})"
+
+
+def _hang_up(client: JSONRPCClient) -> None:
+    with contextlib.suppress(OSError):
+        if client.sock is not None:
+            client.sock.shutdown(socket.SHUT_RDWR)
+            client.sock.close()
+
+
+async def _read_some(fd: int) -> bytes:
+    """Whatever comes first through the pipe, b"" at its end; closes it."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        await readable.wait()
+        return os.read(fd, 4096)
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)

@@ -1,15 +1,52 @@
-"""A lab: VMs and DPUs that live and end together."""
+"""A lab: VMs and DPUs that live and end together.
+
+    platform = prepare(config, progress)               # QEMU, accelerator, guest image: may fetch and build
+    async with Lab(config, platform, progress) as lab:
+        disk = lab.vms["web"].device("card.fast")      # disk.namespaces == ("nvme0n1",)
+        await lab.vms["web"].exec(["lsblk"], timeout_s=10)
+    print(plan(config, platform))                      # the same, as commands and RPC calls; nothing is started
+
+In the output folder: <vm>/{console.log, qemu.log, qemu.txt, dmesg.txt} and <dpu>/dpud.log.
+Parameters: see LabConfig.
+Limits: a lab belongs to the main thread's event loop. SIGINT is the caller's: asyncio.run turns it into a
+cancellation, which ends the lab in order; SIGTERM is treated likewise and ends in exit code 143.
+Errors: EmuError; VmError and DpuError with the logs' last lines. Whatever fails, nothing is left behind, and
+what SIGKILL leaves is in the ledger for `emu clean`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from types import FrameType, TracebackType
+from typing import Any, Literal
 
-from emu.daemon import ControllerConfig, DpuConfig, NamespaceConfig
-from emu.vm import DiskConfig, VmConfig
+from dpu.errors import EmuError
+from emu import accel, images, qemu, snapshot
+from emu.daemon import ControllerConfig, Dpu, DpuConfig, NamespaceConfig, dpud_command, rpc_calls
+from emu.ledger import Ledger
+from emu.paths import cache_dir
+from emu.progress import Progress
+from emu.vm import DiskConfig, Platform, Vm, VmConfig, VmPaths, device_json, qemu_command
 
-__all__ = ["ControllerConfig", "DiskConfig", "DpuConfig", "LabConfig", "NamespaceConfig", "VmConfig"]
+__all__ = [
+    "ControllerConfig",
+    "DiskConfig",
+    "DpuConfig",
+    "Lab",
+    "LabConfig",
+    "NamespaceConfig",
+    "Plan",
+    "VmConfig",
+    "plan",
+    "prepare",
+]
 
 
 @dataclass(frozen=True)
@@ -27,3 +64,179 @@ class LabConfig:
     restore: bool = True  # False: cold boot, no template snapshot
     out: Path | None = None
     keep: bool = False  # leave directories and back-end files in place at the end
+
+
+def prepare(config: LabConfig, progress: Progress) -> Platform:
+    """What the lab's VMs run on: found, or fetched and built where that has not been done yet."""
+    return Platform(qemu.find(config.qemu, progress), accel.choose(config.accel, progress), images.get(progress))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a lab would run: for each VM and DPU by name its command line, for each DPU its RPC calls too."""
+
+    vms: dict[str, list[str]]
+    dpus: dict[str, list[str]]
+    rpc: dict[str, list[tuple[str, dict[str, Any]]]]
+
+
+def plan(config: LabConfig, platform: Platform, directory: Path) -> Plan:
+    """The commands of the lab with its sockets and logs in ``directory``; for "my QEMU, your dpud".
+
+    Each VM's controllers are on its command line here; a lab plugs the same JSON in with ``device_add``.
+    """
+    vms: dict[str, list[str]] = {}
+    for vm in config.vms:
+        own = directory / vm.name
+        command = qemu_command(vm, _vm_platform(platform, vm), VmPaths.below(own, own))
+        for port, (dpu, controller) in enumerate(vm.dpus):
+            socket = directory / dpu / controller / "cntrl"
+            command += ["-device", json.dumps(device_json(socket, f"{dpu}.{controller}", port))]
+        vms[vm.name] = command
+    dpus = {dpu.name: dpud_command(dpu, directory / dpu.name / "rpc") for dpu in config.dpus}
+    rpc = {dpu.name: rpc_calls(dpu, directory / dpu.name, directory) for dpu in config.dpus}
+    return Plan(vms, dpus, rpc)
+
+
+class Lab:
+    """The context manager. ``out`` is the folder with the logs, ``ledger`` the book of what was made."""
+
+    def __init__(self, config: LabConfig, platform: Platform, progress: Progress) -> None:
+        self.config = config
+        self.platform = platform
+        self.progress = progress
+        self.vms: dict[str, Vm] = {}
+        self.dpus: dict[str, Dpu] = {}
+        self.out = Path()
+        self.ledger: Ledger | None = None
+        self._signals = _SigTerm()
+
+    async def __aenter__(self) -> Lab:
+        self._signals.install()
+        try:
+            self._make_directories()
+            self.progress.step(f"Starting {_count(self.config.vms, 'VM')}, {_count(self.config.dpus, 'DPU')}")
+            starts = [self._start_dpu(dpu) for dpu in self.dpus.values()]
+            await together([*starts, *map(self._start_vm, self.vms.values())])
+            await together(self._attach(vm) for vm in self.vms.values())
+        except BaseException as error:
+            await self._end(failed=True)
+            self._signals.remove(error)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._end(failed=error is not None)
+        finally:
+            self._signals.remove(error)
+
+    def _make_directories(self) -> None:
+        self.ledger = Ledger.create(self.config.name)
+        self.out = (self.config.out or self.ledger.directory / "out").absolute()
+        files = cache_dir("files") / self.ledger.directory.name
+        self.ledger.path(files)
+        files.mkdir(mode=0o700)
+        for dpu in self.config.dpus:
+            self.dpus[dpu.name] = Dpu(dpu, *self._folders(dpu.name), files, self.ledger)
+        for vm in self.config.vms:
+            platform = _vm_platform(self.platform, vm)
+            self.vms[vm.name] = Vm(vm, platform, *self._folders(vm.name), self.ledger)
+
+    def _folders(self, name: str) -> tuple[Path, Path]:
+        assert self.ledger is not None
+        directory, out = self.ledger.directory / name, self.out / name
+        directory.mkdir(mode=0o700)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EmuError(f"cannot make {out}: {error.strerror}", "choose another output folder") from error
+        return directory, out
+
+    async def _start_dpu(self, dpu: Dpu) -> None:
+        await dpu.start()
+        await dpu.configure()
+
+    async def _start_vm(self, vm: Vm) -> None:
+        if self.config.restore:
+            await snapshot.start(vm, self.progress)
+        else:
+            await vm.start()
+
+    async def _attach(self, vm: Vm) -> None:
+        """In the order of the configuration: the guest numbers its controllers as they come."""
+        for name, controller in vm.config.dpus:
+            dpu = self.dpus.get(name)
+            if dpu is None:
+                raise EmuError(f"{vm.name} is to have {name}.{controller}, but there is no DPU {name}")
+            count = dpu.namespaces(controller)
+            await vm.attach(dpu.socket(controller), f"{name}.{controller}", count)
+
+    async def collect(self) -> None:
+        """Write each running guest's kernel log to dmesg.txt in its output folder."""
+        await together(self._collect(vm) for vm in self.vms.values() if vm.running)
+
+    async def _collect(self, vm: Vm) -> None:
+        with contextlib.suppress(EmuError, OSError, EOFError, TimeoutError):
+            result = await vm.exec(["dmesg"], timeout_s=10)
+            (vm.out / "dmesg.txt").write_bytes(result.stdout)
+
+    async def _end(self, failed: bool) -> None:
+        """Everything down: the guests first, so that no daemon goes away under a living one."""
+        try:
+            if failed or self.config.out is not None:
+                await self.collect()
+        finally:
+            for things in (self.vms.values(), self.dpus.values()):
+                await asyncio.gather(*(one.stop() for one in things), return_exceptions=True)
+            if self.ledger is not None:
+                self.ledger.close(keep=self.config.keep)
+
+
+async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once. The first failure cancels the rest and is raised, when all have ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for one in work:
+                group.create_task(one)
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _vm_platform(platform: Platform, vm: VmConfig) -> Platform:
+    if vm.kernel is None:
+        return platform
+    return replace(platform, image=images.custom(vm.kernel, vm.initrd))
+
+
+def _count(things: tuple[Any, ...], noun: str) -> str:
+    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+
+
+class _SigTerm:
+    """SIGTERM cancels the task that runs the lab; when that has ended the lab, the program ends with 143."""
+
+    def __init__(self) -> None:
+        self._before: Any = None
+        self._received = False
+
+    def install(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+
+        def cancel(number: int, frame: FrameType | None) -> None:
+            self._received = True
+            loop.call_soon_threadsafe(task.cancel)
+
+        self._before = signal.signal(signal.SIGTERM, cancel)
+
+    def remove(self, error: BaseException | None) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+        if self._received and isinstance(error, asyncio.CancelledError):
+            raise SystemExit(128 + signal.SIGTERM)

@@ -200,3 +200,18 @@ def _stat(pid: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return text.rpartition(")")[2].split()
+
+
+def tree_cpu_s(root: int) -> float:
+    """CPU seconds of ``root`` and all processes below it, those that have ended and were waited for included."""
+    total_ticks, todo = 0, [root]
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    while todo:
+        pid = todo.pop()
+        todo += parents.get(pid, [])
+        if fields := _stat(pid):
+            total_ticks += sum(int(field) for field in fields[11:15])
+    return total_ticks * _TICK_S

@@ -3,7 +3,7 @@
     await start(vm, progress)      # instead of vm.start(): restored where that works, else booted
 
 The first VM of a kind boots a template: the same machine with empty root ports, agent ready. Its state goes
-into cache/snapshots/<key>/ram (QEMU's mapped-ram format); each later VM of that kind continues from there in a
+into cache/snapshots/<key>/ram (QEMU's mapped-ram format); each later VM of that kind continues there in a
 fraction of a second and gets its controllers by hot-plug. The key is over all that the state depends on.
 A guest continued this way has its clock set and its random numbers reseeded (Vm.start).
 
@@ -153,9 +153,7 @@ def _sync(*paths: Path) -> None:
 
 
 def _prune(root: Path) -> None:
-    folders = sorted(
-        (path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime
-    )
+    folders = sorted((path for path in root.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     for path in folders[:-SNAPSHOTS_MAX]:
         shutil.rmtree(path, ignore_errors=True)
 

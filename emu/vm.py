@@ -127,9 +127,7 @@ class VmError(EmuError):
 # ---- the command line: pure, and printed by --dry-run
 
 
-def qemu_command(
-    config: VmConfig, platform: Platform, paths: VmPaths, *, incoming: bool = False
-) -> list[str]:
+def qemu_command(config: VmConfig, platform: Platform, paths: VmPaths, *, incoming: bool = False) -> list[str]:
     """The exact command line. ``incoming``: wait for a snapshot, with the CPUs stopped."""
     kvm = platform.accel.name == "kvm"
     image = platform.image
@@ -315,12 +313,8 @@ class Vm:
 
     def error(self, message: str, hint: str = "") -> VmError:
         """An error of this VM with what its logs say."""
-        return VmError(
-            f"{self.name}: {message}",
-            hint or f"logs: {self.out}",
-            self.console_tail(),
-            tail(self.out / "qemu.log", 10),
-        )
+        said = tail(self.out / "qemu.log", 10)
+        return VmError(f"{self.name}: {message}", hint, self.console_tail(), said)
 
     # -- life
 
@@ -382,9 +376,7 @@ class Vm:
     async def plug(self, device: Mapping[str, Any], port: int, namespaces: int = 1) -> Attached:
         """``device_add`` of any NVMe controller on root port ``port``."""
         try:
-            await self._race(
-                self.qmp.execute("device_add", dict(device)), PLUG_PATIENCE_S, "device_add hangs"
-            )
+            await self._race(self.qmp.execute("device_add", dict(device)), PLUG_PATIENCE_S, "device_add hangs")
         except QMPError as error:
             raise self.error(f"cannot plug in {device['id']}: {error}") from error
         controller, names = await self._await_controller(port, namespaces)
@@ -397,9 +389,7 @@ class Vm:
         for port in range(root_ports(self.config)):
             if port not in taken:
                 return port
-        raise EmuError(
-            f"{self.name} has no free root port", f"a VM takes {root_ports(self.config)} controllers here"
-        )
+        raise EmuError(f"{self.name} has no free root port", f"a VM takes {root_ports(self.config)} controllers here")
 
     async def _await_controller(self, port: int, namespaces: int) -> tuple[str, tuple[str, ...]]:
         slot = f"0000:00:{FIRST_PORT_SLOT + port:02x}.0"
