@@ -18,6 +18,7 @@ import mmap
 import os
 import socket
 import struct
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,22 +67,19 @@ class Channel:
 
     def send(self, op: str, *, raw: bytes = b"", fds: Sequence[int] = (), **fields: Any) -> None:
         """Send one packet; ``fds`` stay open here."""
-        packet = _encode(op, fields, raw, fds)
-        socket.send_fds(self._sock, [packet], fds) if fds else self._sock.send(packet)
+        self._transmit(_encode(op, fields, raw, fds), fds)
+
+    def _transmit(self, packet: bytes, fds: Sequence[int], flags: int = 0) -> None:
+        socket.send_fds(self._sock, [packet], fds, flags | socket.MSG_NOSIGNAL)
 
     def recv(self, *, blocking: bool = True) -> Packet | None:
-        """Next packet, or None at end of file.
-
-        With ``blocking=False`` an empty channel raises BlockingIOError. A peer that died (ECONNRESET) is
-        end of file too: everything that it had sent has been delivered by then.
-        """
+        """Next packet, or None at end of file; with ``blocking=False`` BlockingIOError when there is none."""
         flags = 0 if blocking else socket.MSG_DONTWAIT
-        flags |= socket.MSG_CMSG_CLOEXEC
         try:
-            data, ancillary, msg_flags, _ = self._sock.recvmsg(PACKET_BYTES_MAX, _ANCILLARY_BYTES, flags)
+            data, fds, msg_flags = receive(self._sock, PACKET_BYTES_MAX, flags)
         except ConnectionResetError:
-            return None
-        fds = _descriptors(ancillary)
+            # The peer died with packets of ours unread. Linux tells so once, ahead of what it sent before.
+            data, fds, msg_flags = receive(self._sock, PACKET_BYTES_MAX, flags)
         if not data:
             close_fds(fds)
             return None
@@ -99,10 +97,50 @@ class Channel:
         self._sock.close()
 
 
+class QueuedChannel(Channel):
+    """An end that never waits: what the socket does not take is kept, descriptors included, for ``flush``."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._queue: deque[tuple[bytes, list[int]]] = deque()
+
+    @property
+    def backlog(self) -> int:
+        """Packets that wait for the socket to become writable."""
+        return len(self._queue)
+
+    def _transmit(self, packet: bytes, fds: Sequence[int], flags: int = 0) -> None:
+        if not self._queue:
+            with contextlib.suppress(BlockingIOError):
+                return super()._transmit(packet, fds, flags | socket.MSG_DONTWAIT)
+        self._queue.append((packet, [os.dup(fd) for fd in fds]))
+        return None
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it."""
+        with contextlib.suppress(BlockingIOError):
+            while self._queue:
+                packet, fds = self._queue[0]
+                super()._transmit(packet, fds, socket.MSG_DONTWAIT)
+                close_fds(self._queue.popleft()[1])
+
+    def close(self) -> None:
+        """Close the socket; what waits is lost."""
+        while self._queue:
+            close_fds(self._queue.popleft()[1])
+        super().close()
+
+
 def pair() -> tuple[Channel, Channel]:
     """Two connected channels."""
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(left), Channel(right)
+
+
+def receive(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list[int], int]:
+    """recvmsg with room for FDS_MAX descriptors: data, descriptors (close-on-exec), message flags."""
+    data, ancillary, msg_flags, _ = sock.recvmsg(size, _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+    return data, _descriptors(ancillary), msg_flags
 
 
 def from_fd(fd: int) -> Channel:

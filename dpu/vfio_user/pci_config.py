@@ -158,9 +158,7 @@ class PciConfig:
     :param msix: True: MSI-X; False: one MSI vector (QEMU can unplug such a device)
     """
 
-    def __init__(
-        self, vectors: int, *, vendor: int = 0x1DE5, device: int = 0x0001, msix: bool = True
-    ) -> None:
+    def __init__(self, vectors: int, *, vendor: int = 0x1DE5, device: int = 0x0001, msix: bool = True) -> None:
         assert 1 <= vectors <= 2048 and vectors * 16 <= MSIX_TABLE_BYTES
         self._reset_value = bytearray(CONFIG_BYTES)
         self._writable = bytearray(CONFIG_BYTES)

@@ -247,9 +247,7 @@ class Session:
         _check(asked.argsz >= fixed, "argsz")
         region = self._region(asked.index)
         caps = _sparse_mmap_cap(region.windows)
-        info = wire.RegionInfo(
-            fixed + len(caps), region.flags, region.index, 0, region.size, region.fd_offset
-        )
+        info = wire.RegionInfo(fixed + len(caps), region.flags, region.index, 0, region.size, region.fd_offset)
         if region.fd is not None:
             # Asked twice, and QEMU keeps the descriptor of the second answer only.
             request.reply_fds = (region.fd,)
