@@ -89,9 +89,7 @@ i32 = integer(-(2**31), 2**31 - 1)
 
 
 def uuid(value: Any) -> uuids.UUID:
-    if not isinstance(value, str) or not re.fullmatch(
-        r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", value
-    ):
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}", value):
         raise BadParam("must be a UUID like 01234567-89ab-cdef-0123-456789abcdef")
     return uuids.UUID(value)
 

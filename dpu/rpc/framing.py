@@ -1,7 +1,8 @@
 """Cut a byte stream into JSON values: SPDK's framing has neither lengths nor delimiters between requests.
 
-Use: ``Splitter().feed(data)`` returns the whole top-level objects and arrays that ``data`` completed. Only
-brackets and strings are looked at; the text of a value is judged by the JSON parser that gets it.
+Use: ``splitter.feed(data)``, then ``splitter.next_value()`` until it is None: whole top-level objects and
+arrays. Only brackets and strings are looked at; the text of a value is judged by the JSON parser that gets
+it.
 Limits: REQUEST_BYTES_MAX per value, DEPTH_MAX nested brackets.
 Errors: FramingError where no value can follow; SPDK closes such a connection without an answer, as there is
 no point at which to go on.
@@ -40,17 +41,22 @@ class Splitter:
         """Bytes of an unfinished value."""
         return len(self._buffer)
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Take ``data``; the values that it completes. FramingError ends the use of this splitter."""
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes of the stream."""
         self._buffer += data
-        values = []
-        while (end := self._scan()) is not None:
-            values.append(bytes(self._buffer[:end]))
-            del self._buffer[:end]
-            self._scanned = 0
-        if len(self._buffer) > REQUEST_BYTES_MAX:
-            raise FramingError(f"a request is longer than {REQUEST_BYTES_MAX} bytes")
-        return values
+
+    def next_value(self) -> bytes | None:
+        """The next whole value, None when more bytes are needed. FramingError ends the use of this
+        splitter."""
+        end = self._scan()
+        if end is None:
+            if len(self._buffer) > REQUEST_BYTES_MAX:
+                raise FramingError(f"a request is longer than {REQUEST_BYTES_MAX} bytes")
+            return None
+        value = bytes(self._buffer[:end])
+        del self._buffer[:end]
+        self._scanned = 0
+        return value
 
     def _scan(self) -> int | None:
         """Where the first value of the buffer ends; None when it is not there yet."""

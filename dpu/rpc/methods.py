@@ -135,9 +135,7 @@ def method_table(target: Target) -> dict[str, Method]:
             (Param("current", boolean, default=False), Param("include_aliases", boolean, default=False)),
             INVALID_PARAMS,
         ),
-        Method(
-            "spdk_kill_instance", kill_instance, (Param("sig_name", string, required=True),), INVALID_PARAMS
-        ),
+        Method("spdk_kill_instance", kill_instance, (Param("sig_name", string, required=True),), INVALID_PARAMS),
         Method("dpu_get_stats", get_stats),
         Method(
             "bdev_get_bdevs",

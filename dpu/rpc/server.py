@@ -73,7 +73,8 @@ class Server:
             connection.setblocking(False)
             try:
                 while data := await loop.sock_recv(connection, _READ_BYTES):
-                    for text in splitter.feed(data):
+                    splitter.feed(data)
+                    while (text := splitter.next_value()) is not None:
                         answer = await self._dispatcher.answer(text)
                         await self._send(connection, answer.text)
                         for action in answer.actions:
@@ -81,9 +82,7 @@ class Server:
             except FramingError as error:
                 log.warning("RPC connection closed: %s", error)
             except TimeoutError:
-                log.warning(
-                    "RPC connection closed: the client did not take its answer in %g s", self._send_timeout_s
-                )
+                log.warning("RPC connection closed: the client did not take its answer in %g s", self._send_timeout_s)
             except OSError as error:
                 log.info("RPC connection lost: %s", error.strerror)
             except Exception:

@@ -1,0 +1,155 @@
+"""A host for the target that does everything but serve I/O, and the RPC server on it in a thread.
+
+``FakeHost`` keeps what the keeper keeps (stash, listening sockets, committed configuration) in a ``Kept``
+that outlives it, so that a test can kill one host and adopt with the next. Every call is a step; at step
+``kill_at`` the host dies as by SIGKILL: nothing it does after that reaches ``Kept``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpu.errors import RpcError
+from dpu.rpc.dispatcher import Dispatcher
+from dpu.rpc.methods import method_table
+from dpu.rpc.server import Server
+from dpu.target import Subsystem, Target
+
+
+class Killed(BaseException):
+    """The worker is dead; a BaseException so that no handler of the code under test takes it for an error."""
+
+
+@dataclass
+class Kept:
+    """What is left when a worker dies."""
+
+    stash: dict[str, int] = field(default_factory=dict)
+    sockets: dict[str, tuple[str, socket.socket]] = field(default_factory=dict)
+    config: str = "{}"
+
+    def close(self) -> None:
+        for fd in self.stash.values():
+            os.close(fd)
+        for path, sock in self.sockets.values():
+            sock.close()
+            Path(path).unlink(missing_ok=True)
+
+
+class FakeHost:
+    def __init__(self, kept: Kept | None = None, kill_at: int = -1) -> None:
+        self.kept = kept if kept is not None else Kept()
+        self.kill_at = kill_at
+        self.steps = 0
+        self.dead = False
+        self.events: list[Any] = []
+        self.rows: list[dict[str, Any]] = []
+        self.refuse_namespaces = False
+        self.commit_error: Exception | None = None
+        self.stopped = threading.Event()
+
+    def step(self, what: Any) -> None:
+        if self.dead or self.steps == self.kill_at:
+            self.dead = True
+            raise Killed
+        self.steps += 1
+        self.events.append(what)
+
+    def stash(self, key: str, fd: int) -> None:
+        self.step(("stash", key))
+        assert key not in self.kept.stash, key
+        self.kept.stash[key] = os.dup(fd)
+
+    def unstash(self, key: str) -> None:
+        self.step(("unstash", key))
+        if key in self.kept.stash:
+            os.close(self.kept.stash.pop(key))
+
+    async def listen(self, key: str, path: str) -> None:
+        self.step(("listen", key))
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.bind(path)
+            sock.listen()
+        except OSError:
+            sock.close()
+            raise
+        self.kept.sockets[key] = (path, sock)
+
+    async def unlisten(self, key: str) -> None:
+        self.step(("unlisten", key))
+        path, sock = self.kept.sockets.pop(key)
+        sock.close()
+        os.unlink(path)
+
+    def commit(self, config: dict[str, Any]) -> None:
+        self.step(("commit",))
+        if self.commit_error is not None:
+            raise self.commit_error
+        self.kept.config = json.dumps(config)
+
+    def namespace_added(self, subsystem: Subsystem, nsid: int) -> None:
+        self.step(("namespace_added", subsystem.nqn, nsid))
+        if self.refuse_namespaces:
+            raise RpcError(-12, "Cannot allocate memory")
+
+    async def namespace_removed(self, subsystem: Subsystem, nsid: int) -> None:
+        assert nsid not in subsystem.by_nsid, "told after it is gone"
+        self.step(("namespace_removed", subsystem.nqn, nsid))
+
+    async def subsystem_deleted(self, subsystem: Subsystem) -> None:
+        self.step(("subsystem_deleted", subsystem.nqn))
+
+    def controllers(self) -> list[dict[str, Any]]:
+        return self.rows
+
+    def stats(self) -> dict[str, Any]:
+        return {"pollers": 1}
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@contextlib.contextmanager
+def serving(directory: Path) -> Iterator[tuple[str, FakeHost, Target]]:
+    """An RPC server on a socket in ``directory``: (its path, its host, its target)."""
+    path = str(directory / "rpc.sock")
+    host = FakeHost()
+    listening = threading.Event()
+    loop = asyncio.new_event_loop()
+    finish = asyncio.Event()
+    targets: list[Target] = []
+
+    async def serve() -> None:
+        target = Target(host)
+        targets.append(target)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(path)
+            sock.listen(128)
+            server = Server(sock, Dispatcher(method_table(target)), send_timeout_s=2)
+            await server.start()
+            listening.set()
+            await finish.wait()
+            await server.close()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert listening.wait(10)
+    try:
+        yield path, host, targets[0]
+    finally:
+        loop.call_soon_threadsafe(finish.set)
+        thread.join(10)
+        loop.close()
+        for backend in targets[0].bdevs.values():
+            backend.close()
+        host.kept.close()
