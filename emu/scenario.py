@@ -243,7 +243,7 @@ class _Checker:
         workloads = self.workloads()
         if not self.document.get("vm"):
             self.problem((), "there is no VM; add a table such as [vm.web]")
-        self.problems.sort(key=lambda problem: _line(problem.where))
+        self.problems = sorted(dict.fromkeys(self.problems), key=lambda problem: _line(problem.where))
         return Scenario(name, vms, dpus, tuple(workloads), self.folder)
 
     def named_parts(self, kind: str, model: type[Model]) -> dict[str, Model]:

@@ -1,0 +1,25 @@
+"""Reports: what a run was made of and what came of it, as JSON for programs and a table for people.
+
+A report is one JSON object (``SCHEMA``); later versions add keys and raise the number when one changes meaning.
+
+- ``schema``: the number of this layout
+- ``name``: of the scenario
+- ``started``: ISO 8601, UTC
+- ``start_seconds``: until every VM had its controllers
+- ``seconds``: from the first step to the last
+- ``ok``: every workload passed
+- ``host``: :class:`emu.hostinfo.HostInfo`: CPU, kernel, load before and after, accelerator, QEMU, image
+- ``scenario``: as checked, with every default filled in; sizes in bytes, durations in seconds
+- ``vms``: by name: ``restored`` from a template snapshot or booted
+- ``dpus``: by name: ``worker_restarts`` and ``stats``, null where the daemon does not tell, ``error``
+- ``workloads``: in order: type, name, vm, device, ok, error, seconds, samples {metric, value, unit, op}, detail,
+  files (names below ``workloads/NN-NAME/`` beside the report)
+- ``notes``: what was said once on the way (accelerator taken, packages that are not the pinned ones)
+"""
+
+from __future__ import annotations
+
+from emu.report.document import SCHEMA, DpuReport, Report, VmReport
+from emu.report.terminal import print_report
+
+__all__ = ["SCHEMA", "DpuReport", "Report", "VmReport", "print_report"]

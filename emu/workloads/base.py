@@ -31,7 +31,7 @@ class Params(BaseModel):
 
 
 class Output(Protocol):
-    """What ``Guest.exec`` returns, as far as workloads read it."""
+    """What a program in the guest left: :class:`emu.guest.ExecResult`."""
 
     @property
     def code(self) -> int: ...
@@ -42,20 +42,15 @@ class Output(Protocol):
 
 
 class GuestLike(Protocol):
-    """The part of :class:`emu.guest.Guest` that workloads use."""
+    """The part of a guest that workloads use. Times are in seconds of a quiet host."""
 
     async def exec(
-        self,
-        argv: Sequence[str],
-        *,
-        timeout_s: float,
-        input: bytes | None = None,
-        on_output: Callable[[str, bytes], None] | None = None,
+        self, argv: Sequence[str], *, timeout_s: float, on_output: Callable[[int, bytes], None] | None = None
     ) -> Output: ...
 
     async def read_file(self, path: str) -> bytes: ...
 
-    async def write_file(self, path: str, data: bytes, mode: int = 0o644) -> None: ...
+    async def write_file(self, path: str, data: bytes, permissions: int = 0o644) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,20 +66,15 @@ class BlockDevice:
 
 @dataclass(frozen=True)
 class Context:
-    """Where a workload runs.
-
-    ``timeout_scale``: how much longer than on KVM things may take (1.0 there).
-    ``done``: called with the part of the work that is done, 0.0 to 1.0, whenever that is known.
-    """
+    """Where a workload runs. ``done`` is called with the part of the work that is done, 0.0 to 1.0."""
 
     guest: GuestLike
     device: BlockDevice
-    timeout_scale: float = 1.0
     done: Callable[[float], None] = lambda fraction: None
 
-    async def run(self, argv: Sequence[str], timeout_s: float, **more: Any) -> Output:
+    async def run(self, argv: Sequence[str], timeout_s: float) -> Output:
         """Runs ``argv`` in the guest; a failure is a :class:`WorkloadError` with the end of its output."""
-        result = await self.guest.exec(argv, timeout_s=timeout_s * self.timeout_scale, **more)
+        result = await self.guest.exec(argv, timeout_s=timeout_s)
         if result.code != 0:
             said = tail(result.stderr or result.stdout)
             raise WorkloadError(f"`{shlex.join(argv)}` ended with {result.code} in the guest: {said}")
@@ -163,3 +153,29 @@ def read_user_file(path: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise EmuError(f"cannot read {path}: {error.strerror}", "check the workload's path") from error
+
+
+async def find_device(guest: GuestLike, controller: str, nsid: int) -> BlockDevice:
+    """Namespace ``nsid`` of ``controller`` ("nvme0"), from the guest's sysfs. WorkloadError without it."""
+    result = await guest.exec(["sh", "-c", _FIND_DEVICE, "find-device", controller, str(nsid)], timeout_s=30)
+    if result.code != 0:
+        raise WorkloadError(f"the guest has no namespace {nsid} on {controller}: {tail(result.stderr)}")
+    name, block_size, sectors = result.stdout.decode().split()
+    return BlockDevice(f"/dev/{name}", controller, nsid, int(block_size), int(sectors) * 512)
+
+
+# Numbers in names say nothing: with multipath, path nvme1c0n3 belongs to /dev/nvme1n3, and 3 need not be the
+# NSID. So the NSID is read, and the size (always in units of 512 bytes) is that of the named device.
+_FIND_DEVICE = r"""
+for path in /sys/class/nvme/$1/nvme*n*; do
+  [ -r "$path/nsid" ] && read -r nsid < "$path/nsid" && [ "$nsid" = "$2" ] || continue
+  name=${path##*/}
+  case $name in nvme*c*n*) name=${name%%c*}n${name##*n} ;; esac
+  read -r block_size < "/sys/block/$name/queue/logical_block_size"
+  read -r sectors < "/sys/block/$name/size"
+  echo "$name $block_size $sectors"
+  exit
+done
+ls "/sys/class/nvme/$1/" >&2
+exit 1
+"""

@@ -65,9 +65,7 @@ class FioParams(Params):
             "rw", "bs", "iodepth", "numjobs", "size", "runtime", "ramp", "ioengine", "rate_iops",
         }  # fmt: skip
         if self.job is not None and others:
-            raise ValueError(
-                f"job = {self.job!r} has its own parameters; take out {', '.join(sorted(others))}"
-            )
+            raise ValueError(f"job = {self.job!r} has its own parameters; take out {', '.join(sorted(others))}")
         return self
 
 
@@ -103,7 +101,7 @@ async def run(params: FioParams, context: Context) -> Result:
 async def run_fio(context: Context, arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
     """Runs fio in the guest and returns its JSON report. WorkloadError when fio or the device says no."""
 
-    def follow(stream: str, data: bytes) -> None:
+    def follow(stream: int, data: bytes) -> None:
         percentages = _DONE.findall(data)
         if percentages:
             context.done(float(percentages[-1]) / 100)
@@ -112,7 +110,7 @@ async def run_fio(context: Context, arguments: Sequence[str], timeout_s: float) 
         "env", f"DEVICE={context.device.path}",
         "fio", f"--output={_OUTPUT}", "--output-format=json", "--eta=always", "--eta-newline=1", *arguments,
     ]  # fmt: skip
-    result = await context.guest.exec(argv, timeout_s=timeout_s * context.timeout_scale, on_output=follow)
+    result = await context.guest.exec(argv, timeout_s=timeout_s, on_output=follow)
     report = parse_report(await context.guest.read_file(_OUTPUT)) if result.code == 0 else None
     if report is None:
         complaint = result.stderr or await _output_so_far(context) or result.stdout
@@ -124,7 +122,7 @@ async def run_fio(context: Context, arguments: Sequence[str], timeout_s: float) 
 
 
 async def _output_so_far(context: Context) -> bytes:
-    result = await context.guest.exec(["cat", _OUTPUT], timeout_s=30 * context.timeout_scale)
+    result = await context.guest.exec(["cat", _OUTPUT], timeout_s=30)
     text: bytes = result.stdout
     return text[: text.find(b"{")] if b"{" in text else text
 

@@ -102,7 +102,7 @@ async def run(params: FsParams, context: Context) -> Result:
         found = await _program(context, ["read", f"{_MOUNT}/files"], timeout_s)
         context.done(0.9)
     finally:
-        await context.guest.exec(["umount", _MOUNT], timeout_s=timeout_s * context.timeout_scale)
+        await context.guest.exec(["umount", _MOUNT], timeout_s=timeout_s)
     compare(written["digests"], found["digests"])
     await context.run([*_FSCK[params.fs], device], timeout_s)
     return Result(

@@ -36,7 +36,7 @@ class ScriptParams(Params):
 
 async def run(params: ScriptParams, context: Context) -> Result:
     device = context.device
-    await context.guest.write_file(_SCRIPT, read_user_file(params.path), mode=0o755)
+    await context.guest.write_file(_SCRIPT, read_user_file(params.path), permissions=0o755)
     environment = {
         "DEVICE": device.path,
         "CONTROLLER": f"/dev/{device.controller}",
@@ -44,7 +44,7 @@ async def run(params: ScriptParams, context: Context) -> Result:
         "BLOCK_SIZE": device.block_size,
     }
     argv = ["env", *(f"{name}={value}" for name, value in environment.items()), _SCRIPT, *params.args]
-    result = await context.guest.exec(argv, timeout_s=params.timeout * context.timeout_scale)
+    result = await context.guest.exec(argv, timeout_s=params.timeout)
     failed = result.code != 0
     return Result(
         type=params.type,

@@ -1,0 +1,384 @@
+"""The `emu` command.
+
+Exit codes: 0 it worked; 1 a workload failed; 2 the command line or the scenario is wrong; 3 this machine or its
+network lacks something; 130 interrupted (143: by SIGTERM).
+
+With --json, standard output is one JSON document, also when something goes wrong: then it is
+``{"ok": false, "error": {"message", "fix", "exit_code"}}``. Progress goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from dpu.errors import EmuError
+
+# Everything else is imported by the command that needs it, so that none waits for another's.
+
+OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
+
+_EXIT_CODES = "exit codes: 0 worked, 1 a workload failed, 2 wrong usage or scenario, 3 something is missing here"
+_RUN_EXAMPLES = """\
+examples:
+  emu run demo                                       the packaged scenario
+  emu run my.toml --out out/my
+  emu run --nvme 1G --workload fio:randread,iodepth=32
+  emu run --nvme 4G,backend=file,path=disk.raw --workload verify --workload fs:xfs
+  emu run my.toml --dry-run                          the commands only
+
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except EmuError as error:
+        return _complain(error, arguments.json)
+    except KeyboardInterrupt:
+        print("emu: interrupted; the lab is down", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `emu images list | head`
+        sys.stderr.close()
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="emu", description="Virtual machines on emulated DPUs.", epilog=_EXIT_CODES)
+    parser.add_argument("--version", action="version", version=f"dpu-emu {metadata.version('dpu-emu')}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, function: Callable[[argparse.Namespace], int], text: str, epilog: str = "") -> Any:
+        command = commands.add_parser(
+            name,
+            parents=[common],
+            help=text,
+            description=text,
+            epilog=epilog + _EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(command=function)
+        return command
+
+    run = add("run", _run, "Start a lab, run its workloads, report.", _RUN_EXAMPLES)
+    run.add_argument("scenario", nargs="?", help="a scenario file, or the name of a packaged one")
+    run.add_argument(
+        "--nvme",
+        action="append",
+        default=[],
+        metavar="SIZE[,KEY=VALUE...]",
+        help="without a scenario: a controller with a namespace of that size; backend=, block_size=, path=",
+    )
+    run.add_argument(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="TYPE[:MAIN][,KEY=VALUE...]",
+        help="without a scenario: fio:randread, verify, fs:xfs, script:PATH; default verify",
+    )
+    run.add_argument("--out", type=Path, metavar="DIR", help="report and logs (default: out/NAME-TIME)")
+    run.add_argument("--keep", action="store_true", help="leave back-end files and sockets' directory behind")
+    run.add_argument("--dry-run", action="store_true", help="print every command, start nothing")
+    run.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: auto")
+    run.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
+    run.add_argument("--cold", action="store_true", help="boot; do not restore a template snapshot")
+
+    check = add("check", _check, "Check a scenario file; every problem at once, with its line.")
+    check.add_argument("scenario", help="a scenario file, or the name of a packaged one")
+
+    clean = add("clean", _clean, "Remove what crashed labs left behind, and nothing else.")
+    clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+    doctor = add("doctor", _doctor, "Check what this machine has and lacks, with the fix for each.")
+    doctor.add_argument("--offline", action="store_true", help="do not ask the network")
+    doctor.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
+
+    images = add("images", _images, "Guest images in the cache.", _IMAGES_HELP)
+    images.add_argument("verb", choices=tuple(_IMAGES))
+    return parser
+
+
+# -- run
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from emu.lab import plan, prepare
+    from emu.progress import make
+    from emu.report import print_report
+    from emu.run import run
+
+    scenario = _scenario_to_run(arguments)
+    out = arguments.out or Path("out") / f"{scenario.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    config = scenario.lab_config(
+        qemu=arguments.qemu,
+        accel=arguments.accel,
+        restore=not arguments.cold,
+        out=out / "lab",
+        keep=arguments.keep,
+    )
+    progress = make(json=arguments.json)
+    try:
+        if arguments.dry_run:
+            from emu import dryrun
+            from emu.paths import runtime_dir
+
+            directory = runtime_dir("my")
+            planned = plan(config, prepare(config, progress), directory)
+            progress.close()
+            if arguments.json:
+                _print_json(dryrun.as_json(config, planned, directory))
+            else:
+                print(dryrun.as_shell(config, planned, directory), end="")
+            return OK
+        _make_room(out)
+        report = asyncio.run(run(scenario, config, progress))
+    finally:
+        progress.close()
+    path = report.write(out)
+    if arguments.json:
+        _print_json(report.to_json())
+    else:
+        print_report(report, Console())
+        print(f"report: {path}")
+    return OK if report.ok else FAILED
+
+
+def _scenario_to_run(arguments: argparse.Namespace) -> Any:
+    if arguments.scenario is None and not arguments.nvme:
+        raise _usage("there is nothing to run", "give a scenario, or --nvme SIZE; `emu run demo` is a start")
+    if arguments.scenario is None:
+        return scenario_of_options(arguments.nvme, arguments.workload)
+    if arguments.nvme or arguments.workload:
+        raise _usage("--nvme and --workload do not go with a scenario", "write them into the scenario")
+    return _load(arguments.scenario)
+
+
+def _load(name: str) -> Any:
+    """The scenario in the file ``name``, or the packaged one of that name."""
+    from emu.scenario import load
+
+    packaged = resources.files("emu") / "scenarios" / f"{name}.toml"
+    if not Path(name).exists() and packaged.is_file():
+        with resources.as_file(packaged) as path:
+            return load(path)
+    return load(Path(name))
+
+
+def scenario_of_options(nvme: Sequence[str], workloads: Sequence[str]) -> Any:
+    """The scenario that ``--nvme`` and ``--workload`` describe: one VM, one DPU, every workload on every disk."""
+    from emu.scenario import check
+    from emu.workloads import WORKLOADS
+
+    sources: list[str] = []  # of each workload, for messages
+    table: list[dict[str, Any]] = []
+    names = [f"disk{number}" for number in range(len(nvme))]
+    for text in workloads or ["verify"]:
+        head, options = _split_options(text)
+        kind, _, main = head.partition(":")
+        if main and kind in WORKLOADS:
+            if not WORKLOADS[kind].main:
+                raise _usage(f"--workload {text}: {kind} takes nothing after a colon", f"write {kind},KEY=VALUE")
+            options = {WORKLOADS[kind].main: main, **options}
+        for name in names:
+            table.append({"type": kind, "device": f"card.{name}", **options})
+            sources.append(f"--workload {text}")
+    controllers: dict[str, Any] = {}
+    for name, text in zip(names, nvme, strict=True):
+        size, options = _split_options(text)
+        controllers[name] = {"namespaces": [{"size": size, **options}]}
+    document = {
+        "vm": {"guest": {"vcpus": 2, "memory": "512M", "nvme": [f"card.{name}" for name in names]}},
+        "dpu": {"card": {"nvme": controllers}},
+        "workload": table,
+    }
+
+    def where(path: tuple[str | int, ...]) -> str:
+        if path[0] == "workload" and len(path) > 1:
+            return sources[int(path[1])]
+        return f"--nvme {nvme[names.index(str(path[3]))]}" if len(path) > 3 else "--nvme"
+
+    return check(document, "run", Path(), where)
+
+
+def _split_options(text: str) -> tuple[str, dict[str, Any]]:
+    """ "1G,backend=file,block_size=4096" as ("1G", {"backend": "file", "block_size": 4096})."""
+    head, *rest = text.split(",")
+    options: dict[str, Any] = {}
+    for item in rest:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise _usage(f'"{item}" in "{text}" is not KEY=VALUE', "separate options by commas")
+        options[key] = int(value) if value.isdigit() else value
+    return head, options
+
+
+def _make_room(out: Path) -> None:
+    """Takes away what an earlier run left in ``out``, and only that."""
+    from emu.report.document import REPORT, WORKLOADS
+
+    if (out / REPORT).is_file():
+        (out / REPORT).unlink()
+        for folder in (WORKLOADS, "lab"):
+            shutil.rmtree(out / folder, ignore_errors=True)
+
+
+# -- the other commands
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from emu.scenario import ScenarioError
+
+    try:
+        scenario = _load(arguments.scenario)
+    except ScenarioError as error:
+        if not arguments.json:
+            raise
+        problems = [{"where": problem.where, "message": problem.message} for problem in error.problems]
+        _print_json({"ok": False, "problems": problems})
+        return USAGE
+    if arguments.json:
+        _print_json({"ok": True, "problems": [], "scenario": scenario.to_json()})
+    else:
+        counts = ((len(scenario.vms), "VM"), (len(scenario.dpus), "DPU"), (len(scenario.workloads), "workload"))
+        shown = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
+        print(f"{arguments.scenario}: ok ({shown})")
+    return OK
+
+
+def _clean(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from emu import ledger
+
+    found = ledger.clean(dry_run=arguments.dry_run)
+    if arguments.json:
+        _print_json({"ok": True, "removed": not arguments.dry_run, "found": [asdict(one) for one in found]})
+    else:
+        for one in found:
+            print(f"{'would remove' if arguments.dry_run else 'removed'} {one.kind} {one.what} of lab {one.lab}")
+        if not found:
+            print("nothing to clean")
+    return OK
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from emu.doctor import doctor
+
+    code = doctor(arguments.json, offline=arguments.offline, qemu_option=arguments.qemu)
+    return OK if code == 0 else ENVIRONMENT
+
+
+def _images(arguments: argparse.Namespace) -> int:
+    from emu.progress import make
+
+    progress = make(json=arguments.json)
+    try:
+        document, text = _IMAGES[arguments.verb](progress)
+    finally:
+        progress.close()
+    if arguments.json:
+        _print_json({"ok": True, **document})
+    else:
+        print(text)
+    return OK
+
+
+def _images_build(progress: Any) -> tuple[dict[str, Any], str]:
+    from emu import images
+
+    image = images.get(progress)
+    return {"digest": image.digest, "kernel": str(image.kernel), "initrd": str(image.initrd)}, (
+        f"image {image.digest}: {image.kernel.parent}"
+    )
+
+
+def _images_fetch(progress: Any) -> tuple[dict[str, Any], str]:
+    from emu import images, qemu
+
+    found = qemu.find(None, progress)
+    files = images.fetch(progress)
+    return {"qemu": found.to_dict(), "files": [str(path) for path in files]}, (
+        f"{len(files)} packages of the image; QEMU {found.version}"
+    )
+
+
+def _images_list(progress: Any) -> tuple[dict[str, Any], str]:
+    from emu import images
+
+    rows = images.images()
+    lines = [f"{row['digest']}  kernel {row['kernel']}{'  (current)' * row['current']}" for row in rows]
+    return {"images": rows}, "\n".join(lines) or "no images; `emu images build` makes one"
+
+
+def _images_lock(progress: Any) -> tuple[dict[str, Any], str]:
+    from emu import images
+
+    locked = images.lock(progress)
+    return {"packages": len(locked.debs)}, f"{len(locked.debs)} packages locked"
+
+
+_IMAGES: dict[str, Callable[[Any], tuple[dict[str, Any], str]]] = {
+    "build": _images_build,
+    "fetch": _images_fetch,
+    "list": _images_list,
+    "lock": _images_lock,
+}
+_IMAGES_HELP = """\
+build  the image of this release, unless it is there
+fetch  every package of the image and of QEMU, for work without a network
+list   what is in the cache
+lock   pin the packages that the mirror has now (needs apt)
+
+"""
+
+
+# -- output
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2))
+
+
+class _UsageError(EmuError):
+    """Options that do not go together."""
+
+
+def _usage(message: str, fix: str) -> _UsageError:
+    return _UsageError(message, fix)
+
+
+def _complain(error: EmuError, as_json: bool) -> int:
+    from emu.scenario import ScenarioError
+
+    code = USAGE if isinstance(error, ScenarioError | _UsageError) else ENVIRONMENT
+    if as_json:
+        document = {"message": error.message, "fix": error.hint, "exit_code": code}
+        _print_json({"ok": False, "error": document})
+    else:
+        for line in error.message.splitlines():
+            print(f"emu: error: {line}", file=sys.stderr)
+        if error.hint:
+            print(f"  fix: {error.hint}", file=sys.stderr)
+        details = str(error).removeprefix(EmuError.__str__(error)).strip("\n")
+        if details:
+            print(details, file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The report as a value, and as files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dpu.errors import EmuError
+from emu.workloads import Result
+
+SCHEMA = 1
+REPORT = "report.json"
+WORKLOADS = "workloads"
+
+
+@dataclass
+class VmReport:
+    restored: bool
+
+
+@dataclass
+class DpuReport:
+    worker_restarts: int | None = None
+    stats: Any = None
+    error: str = ""
+
+
+@dataclass
+class Report:
+    """See the package's docstring for the meaning of each field."""
+
+    name: str
+    scenario: dict[str, Any]
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    start_seconds: float = 0.0
+    seconds: float = 0.0
+    host: dict[str, Any] = field(default_factory=dict)
+    vms: dict[str, VmReport] = field(default_factory=dict)
+    dpus: dict[str, DpuReport] = field(default_factory=dict)
+    workloads: list[Result] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(result.ok for result in self.workloads)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "name": self.name,
+            "started": self.started.isoformat(timespec="seconds"),
+            "start_seconds": round(self.start_seconds, 3),
+            "seconds": round(self.seconds, 3),
+            "ok": self.ok,
+            "host": self.host,
+            "scenario": self.scenario,
+            "vms": {name: asdict(vm) for name, vm in self.vms.items()},
+            "dpus": {name: asdict(dpu) for name, dpu in self.dpus.items()},
+            "workloads": [result.to_json() for result in self.workloads],
+            "notes": self.notes,
+        }
+
+    def write(self, folder: Path) -> Path:
+        """Writes ``folder``/report.json, whole or not at all, and the workloads' files; returns its path."""
+        try:
+            for number, result in enumerate(self.workloads, 1):
+                below = folder / WORKLOADS / f"{number:02}-{_file_name(result.name)}"
+                for name, content in result.files.items():
+                    below.mkdir(parents=True, exist_ok=True)
+                    (below / name).write_bytes(content)
+            folder.mkdir(parents=True, exist_ok=True)
+            draft = folder / f".{REPORT}"
+            draft.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+            os.replace(draft, folder / REPORT)
+        except OSError as error:
+            raise EmuError(
+                f"cannot write the report below {folder}: {error.strerror}", "choose another --out"
+            ) from error
+        return folder / REPORT
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9._-]+", "-", name).strip("-.") or "workload"

@@ -1,0 +1,85 @@
+"""The report as a table for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from emu.report.document import Report
+from emu.units import format_duration, format_size
+from emu.workloads import Result, Sample
+
+_COLUMNS = ("iops", "bw_bytes", "clat_p50", "clat_p99")
+_UNSHOWN = {"cpu_user", "cpu_system", "clat_mean", "clat_max", "clat_p90", "clat_p99.9", "ios"}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """One row for every operation of every workload, and what the figures are worth."""
+    table = Table(title=escape(report.name), title_justify="left")
+    for name in ("workload", "on", "operation"):
+        table.add_column(name, overflow="fold")
+    for name in ("IOPS", "bandwidth", "p50", "p99"):
+        table.add_column(name, justify="right")
+    table.add_column("result", overflow="fold")
+    for result in report.workloads:
+        for row in _rows(result):
+            table.add_row(*row)
+    console.print(table)
+    for result in report.workloads:
+        if result.error:
+            console.print(f"[red]{escape(result.name)}[/]: {escape(result.error)}", highlight=False)
+    console.print(escape("\n".join(_context(report))), highlight=False, style="dim")
+
+
+def _rows(result: Result) -> Iterator[tuple[str, ...]]:
+    verdict = "[green]ok[/]" if result.ok else "[red]failed[/]"
+    rest = [_text(sample) for sample in result.samples if not sample.op and sample.metric not in _UNSHOWN]
+    about = ", ".join([verdict, *(escape(text) for text in rest if text), f"{result.seconds:.1f} s"])
+    first = (escape(result.name), escape(f"{result.vm} {result.device}".strip()))
+    ops = list(dict.fromkeys(sample.op for sample in result.samples if sample.op)) or [""]
+    for op in ops:
+        found = {sample.metric: sample for sample in result.samples if sample.op == op}
+        cells = [_figure(found[metric]) if op and metric in found else "" for metric in _COLUMNS]
+        yield (*first, escape(op), *cells, about)
+        first, about = ("", ""), ""
+
+
+def _figure(sample: Sample) -> str:
+    match sample.unit:
+        case "1/s":
+            return f"{sample.value:,.0f}"
+        case "B/s":
+            return f"{format_size(sample.value)}/s"
+        case "ns":
+            return format_duration(sample.value * 1e-9)
+        case "B":
+            return format_size(sample.value)
+        case _:
+            return f"{sample.value:g}"
+
+
+def _text(sample: Sample) -> str:
+    """ "96 MiB verified"; "" for a count that is zero, which is no news."""
+    if sample.value == 0:
+        return ""
+    name = sample.metric.removeprefix("bytes_").replace("_", " ")
+    return (
+        f"{_figure(sample)} s {name.removesuffix(' seconds')}" if sample.unit == "s" else f"{_figure(sample)} {name}"
+    )
+
+
+def _context(report: Report) -> Iterator[str]:
+    host = report.host
+    parts = [
+        f"{host['accelerator']} ({host['accelerator_why']})" if host.get("accelerator") else "",
+        f"QEMU {host['qemu_version']}" if host.get("qemu_version") else "",
+        f"image {host['image_digest']}" if host.get("image_digest") else "",
+        f"{host['cores']} cores, load {host['load_start'][0]:.1f}" if host.get("load_start") else "",
+    ]
+    yield "; ".join(part for part in parts if part)
+    for name, dpu in report.dpus.items():
+        if dpu.worker_restarts:
+            yield f"{name}: its worker was restarted {dpu.worker_restarts} times"

@@ -1,0 +1,113 @@
+"""Runs a scenario: the lab, its workloads one after the other, the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dpu.errors import EmuError
+from emu import hostinfo
+from emu.daemon import Dpu
+from emu.lab import Lab, LabConfig, prepare
+from emu.progress import Progress
+from emu.report import DpuReport, Report, VmReport
+from emu.scenario import Scenario, split_device
+from emu.vm import Vm
+from emu.workloads import WORKLOADS, Context, Params, Result
+from emu.workloads.base import Output, find_device
+
+_STATS = "dpu_get_stats"
+_STEPS = 1000  # of a workload's progress
+
+
+async def run(scenario: Scenario, config: LabConfig, progress: Progress) -> Report:
+    """Starts the lab of ``config``, runs the workloads of ``scenario``, ends the lab.
+
+    A workload that fails is in the report, and the next one runs. EmuError when the lab cannot start.
+    """
+    report = Report(scenario.name, scenario.to_json())
+    began_s = time.monotonic()
+    platform = prepare(config, progress)
+    stamp = hostinfo.collect(platform.accel, platform.qemu, platform.image.digest)
+    async with Lab(config, platform, progress) as lab:
+        report.start_seconds = time.monotonic() - began_s
+        report.vms = {name: VmReport(vm.restored) for name, vm in lab.vms.items()}
+        for params in scenario.workloads:
+            report.workloads.append(await run_workload(lab, params, progress))
+        report.dpus = {name: await _dpu_report(dpu) for name, dpu in lab.dpus.items()}
+    report.host = stamp.finished().to_dict()
+    report.notes = list(progress.notes)
+    report.seconds = time.monotonic() - began_s
+    return report
+
+
+async def run_workload(lab: Lab, params: Params, progress: Progress) -> Result:
+    """Runs one workload. What goes wrong in the guest, or with it, is in the result."""
+    workload = WORKLOADS[params.type]
+    name = params.name or params.type
+    progress.step(f"{name} on {params.vm}, {params.device}", total=_STEPS)
+    bar = _Fraction(progress)
+    vm = lab.vms[params.vm]
+    began_s = time.monotonic()
+    try:
+        guest = VmGuest(vm)
+        device = await find_device(guest, controller_name(vm, params.device), params.nsid)
+        result = await workload.run(params, Context(guest, device, bar))
+    except EmuError as error:
+        result = Result(params.type, ok=False, error=str(error))
+    bar(1.0)
+    result.name, result.vm, result.device = name, params.vm, params.device
+    result.seconds = round(time.monotonic() - began_s, 3)
+    return result
+
+
+def controller_name(vm: Vm, device: str) -> str:
+    """What the guest calls the controller ``device`` (DPU.CONTROLLER) now: "nvme0"."""
+    place = vm.config.dpus.index(split_device(device))
+    return vm.attached[place].controller
+
+
+@dataclass(frozen=True)
+class VmGuest:
+    """A VM as workloads see it: its end, a panic or the end of patience end what runs in it."""
+
+    vm: Vm
+
+    async def exec(
+        self, argv: Sequence[str], *, timeout_s: float, on_output: Callable[[int, bytes], None] | None = None
+    ) -> Output:
+        # Patience counts QEMU's CPU time, and each virtual CPU may use a second of that in a second.
+        patience_s = timeout_s * (self.vm.config.vcpus + 1)
+        return await self.vm.exec(argv, timeout_s=patience_s, on_output=on_output)
+
+    async def read_file(self, path: str) -> bytes:
+        return await self.vm.guest.read_file(path)
+
+    async def write_file(self, path: str, data: bytes, permissions: int = 0o644) -> None:
+        await self.vm.guest.write_file(path, data, permissions)
+
+
+class _Fraction:
+    """Turns "this part is done" into advances of a step that has ``_STEPS``; never goes back."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._done = 0
+
+    def __call__(self, fraction: float) -> None:
+        done = min(round(fraction * _STEPS), _STEPS)
+        if done > self._done:
+            self._progress.advance(done - self._done)
+            self._done = done
+
+
+async def _dpu_report(dpu: Dpu) -> DpuReport:
+    """What the daemon tells about itself, as far as it does."""
+    try:
+        if _STATS not in await dpu.rpc("rpc_get_methods"):
+            return DpuReport()
+        stats = await dpu.rpc(_STATS)
+    except EmuError as error:
+        return DpuReport(error=error.message)
+    return DpuReport(worker_restarts=stats.get("worker_restarts"), stats=stats)
