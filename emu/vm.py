@@ -22,21 +22,19 @@ import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from qemu.qmp import QMPClient, QMPError
 
 from dpu.errors import EmuError
+from emu.accel import Accel
+from emu.guest import ExecResult, Guest
+from emu.images import Image
 from emu.ledger import Ledger
 from emu.paths import socket_path
 from emu.process import Process, tail
 from emu.qemu import Qemu
 from images.agent import PORT as AGENT_PORT
-
-if TYPE_CHECKING:
-    from emu.accel import Accel
-    from emu.guest import ExecResult, Guest
-    from emu.images import Image
 
 ROOT_PORTS_MIN = 8
 ROOT_PORTS_MAX = 24  # q35 has 32 slots on its root bus; some are taken
@@ -348,7 +346,6 @@ class Vm:
             await self.migrate("migrate-incoming", restore)
             await self._qmp.execute("cont")
         self._guest = await Guest.connect(self.paths.agent)
-        await self._guest.ping()
         if restore is not None:
             await self._guest.set_clock()
             await self._guest.reseed()
@@ -401,7 +398,7 @@ class Vm:
     async def exec(self, argv: Sequence[str], *, timeout_s: float, what: str = "", **more: Any) -> ExecResult:
         """Run a program in the guest, see ``Guest.exec``; also ends when QEMU does or the guest panics."""
         doing = what or f"has not finished {shlex.join(argv)[:60]}"
-        return await self._race(self.guest.exec(argv, timeout_s=10 * timeout_s, **more), timeout_s, doing)
+        return await self._race(self.guest.exec(argv, **more), timeout_s, doing)
 
     async def reboot(self) -> None:
         """Reboot from inside, in order, and wait until the agent and every controller are back."""
@@ -416,7 +413,6 @@ class Vm:
     async def _reconnect(self) -> None:
         await self.guest.close()
         self._guest = await Guest.connect(self.paths.agent)
-        await self._guest.ping()
 
     async def _seen_again(self, one: Attached) -> Attached:
         controller, names = await self._await_controller(one.port, len(one.namespaces))
@@ -463,7 +459,7 @@ class Vm:
         watch = asyncio.ensure_future(self._watch(budget_s, problem))
         try:
             await asyncio.wait((task, ended, watch), return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and isinstance(task.exception(), OSError | EOFError | QMPError):
+            if task.done() and not task.cancelled() and isinstance(task.exception(), OSError | EOFError | QMPError):
                 await asyncio.wait((ended,), timeout=0.5)  # a broken connection: is it the end of QEMU?
             if ended.done():
                 raise self.error(f"QEMU ended with {_exit_text(ended.result())}")
