@@ -220,7 +220,7 @@ def _download(debs: Sequence[Deb], directory: Path, progress: Progress) -> None:
     for deb in debs:
         part = directory / deb.sha256
         if deb.sha256 in failed:
-            if re.search(r"\b40[34]\b|\b410\b|[Nn]o such file|File not found", failed[deb.sha256]):
+            if _LACKS.search(failed[deb.sha256]):
                 gone.append(deb)
             continue
         found = hashlib.file_digest(part.open("rb"), "sha256").hexdigest() if part.exists() else "nothing"
@@ -267,6 +267,10 @@ def _apt_helper() -> list[str]:
 
 
 _FAILED = re.compile(r"^E: Failed to fetch (\S+)\s+(.*)$", re.MULTILINE)
+
+
+# as HTTP (404, 410) and file URLs say it; a proxy's 403 is another matter
+_LACKS = re.compile(r"^(HTTP Error )?(404|410)\b|^File not found|No such file")
 
 
 def _download_apt(targets: dict[str, Deb], directory: Path, progress: Progress) -> dict[str, str]:
@@ -392,30 +396,38 @@ def unpack(deb: Deb, into: Path, exclude: Callable[[str], bool] | None = None) -
     ``into`` is the root that the package means; one that leads out of ``into`` is refused, and nothing is
     ever written through a symbolic link that leads out.
     """
-    into.mkdir(parents=True, exist_ok=True)
-    root = into.resolve()
-    for info, body in members(deb):
-        if exclude is not None and exclude(info.name):
-            continue
-        target = root / info.name
-        _refuse_outside(root, target.parent, deb)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if info.isdir():
-            # a directory in one package may be a symbolic link from another (usr-merge): keep it
-            _refuse_outside(root, target, deb)
-            target.mkdir(mode=0o755, exist_ok=True)
-            continue
-        target.unlink(missing_ok=True)
-        if info.isreg():
-            _write(target, body, 0o755 if info.mode & 0o111 else 0o644)
-        elif info.islnk():
-            source = root / info.linkname
-            _refuse_outside(root, source.parent, deb)
-            target.hardlink_to(source)
-        elif info.issym():
-            target.symlink_to(_link_inside(info, deb))
-        else:
-            raise EmuError(f"{deb.package}: {info.name} is a device or pipe; not unpacked")
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        root = into.resolve()
+        for info, body in members(deb):
+            if exclude is None or not exclude(info.name):
+                _place(info, body, root, deb)
+    except OSError as error:
+        raise EmuError(f"cannot unpack {deb.package} into {into}: {error.strerror}") from error
+
+
+def _place(info: tarfile.TarInfo, body: bytes, root: Path, deb: Deb) -> None:
+    target = root / info.name
+    _refuse_outside(root, target.parent, deb)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if info.isdir():
+        # a directory in one package may be a symbolic link from another (usr-merge): keep it
+        _refuse_outside(root, target, deb)
+        target.mkdir(mode=0o755, exist_ok=True)
+        return
+    target.unlink(missing_ok=True)
+    if info.isreg():
+        _write(target, body, 0o755 if info.mode & 0o111 else 0o644)
+    elif info.islnk():
+        source = root / info.linkname
+        _refuse_outside(root, source.parent, deb)
+        target.hardlink_to(source)
+    elif info.issym():
+        link = _link_inside(info, deb)
+        _refuse_outside(root, target.parent / link, deb)
+        target.symlink_to(link)
+    else:
+        raise EmuError(f"{deb.package}: {info.name} is a device or pipe; not unpacked")
 
 
 def _write(target: Path, body: bytes, mode: int) -> None:
@@ -439,7 +451,7 @@ def _link_inside(info: tarfile.TarInfo, deb: Deb) -> str:
 def _refuse_outside(root: Path, path: Path, deb: Deb) -> None:
     real = path.resolve()
     if real != root and root not in real.parents:
-        raise EmuError(f"{deb.package}: {path.relative_to(root)} leads out of {root}; not unpacked")
+        raise EmuError(f"{deb.package}: {path} leads out of {root}; not unpacked")
 
 
 def _is_below(name: str) -> bool:
