@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from ctypes import LittleEndianStructure, c_uint8, c_uint16, c_uint32, c_uint64
+from ctypes import LittleEndianStructure, c_char, c_uint8, c_uint16, c_uint32, c_uint64
 from typing import Final
 
 BROADCAST_NSID: Final = 0xFFFFFFFF
@@ -55,6 +55,17 @@ class SubmissionEntry(LittleEndianStructure):
         ("cdw15", c_uint32),
     ]
 
+
+# Parameter Error Location of the error log (Base figure 206): byte of the SQE, first bit << 8.
+NO_LOCATION: Final = 0xFFFF
+FLAGS_LOCATION: Final = 1
+NSID_LOCATION: Final = 4
+PRP1_LOCATION: Final = 24
+PRP2_LOCATION: Final = 32
+CDW10_LOCATION: Final = 40
+CDW11_LOCATION: Final = 44
+CDW12_LOCATION: Final = 48
+CDW14_LOCATION: Final = 56
 
 FLAGS_FUSE: Final = 0x03  # SubmissionEntry.flags: CDW0 09:08
 FLAGS_PSDT: Final = 0xC0  # SubmissionEntry.flags: CDW0 15:14
@@ -234,3 +245,239 @@ class Status(enum.IntEnum):
 assert ctypes.sizeof(SubmissionEntry) == 64
 assert ctypes.sizeof(CompletionEntry) == 16
 assert ctypes.sizeof(DsmRange) == 16
+
+
+class PowerState(LittleEndianStructure):
+    """Power State Descriptor, 32 bytes (Base figure 276). All zero: nothing reported."""
+
+    _fields_ = [("mp", c_uint16), ("_rsvd2", c_uint8 * 30)]
+
+
+class IdentifyController(LittleEndianStructure):
+    """Identify Controller data structure, CNS 01h, 4096 bytes (Base figure 275)."""
+
+    _fields_ = [
+        ("vid", c_uint16),
+        ("ssvid", c_uint16),
+        ("sn", c_char * 20),
+        ("mn", c_char * 40),
+        ("fr", c_char * 8),
+        ("rab", c_uint8),
+        ("ieee", c_uint8 * 3),
+        ("cmic", c_uint8),
+        ("mdts", c_uint8),
+        ("cntlid", c_uint16),
+        ("ver", c_uint32),
+        ("rtd3r", c_uint32),
+        ("rtd3e", c_uint32),
+        ("oaes", c_uint32),
+        ("ctratt", c_uint32),
+        ("rrls", c_uint16),
+        ("_rsvd102", c_uint8 * 9),
+        ("cntrltype", c_uint8),
+        ("fguid", c_uint8 * 16),
+        ("crdt1", c_uint16),
+        ("crdt2", c_uint16),
+        ("crdt3", c_uint16),
+        ("_rsvd134", c_uint8 * 119),
+        ("nvmsr", c_uint8),
+        ("vwci", c_uint8),
+        ("mec", c_uint8),
+        ("oacs", c_uint16),
+        ("acl", c_uint8),  # 0's based
+        ("aerl", c_uint8),  # 0's based
+        ("frmw", c_uint8),
+        ("lpa", c_uint8),
+        ("elpe", c_uint8),  # 0's based
+        ("npss", c_uint8),  # 0's based
+        ("avscc", c_uint8),
+        ("apsta", c_uint8),
+        ("wctemp", c_uint16),
+        ("cctemp", c_uint16),
+        ("mtfa", c_uint16),
+        ("hmpre", c_uint32),
+        ("hmmin", c_uint32),
+        ("tnvmcap", c_uint8 * 16),
+        ("unvmcap", c_uint8 * 16),
+        ("rpmbs", c_uint32),
+        ("edstt", c_uint16),
+        ("dsto", c_uint8),
+        ("fwug", c_uint8),
+        ("kas", c_uint16),
+        ("hctma", c_uint16),
+        ("mntmt", c_uint16),
+        ("mxtmt", c_uint16),
+        ("sanicap", c_uint32),
+        ("hmminds", c_uint32),
+        ("hmmaxd", c_uint16),
+        ("nsetidmax", c_uint16),
+        ("endgidmax", c_uint16),
+        ("anatt", c_uint8),
+        ("anacap", c_uint8),
+        ("anagrpmax", c_uint32),
+        ("nanagrpid", c_uint32),
+        ("pels", c_uint32),
+        ("domainid", c_uint16),
+        ("_rsvd358", c_uint8 * 10),
+        ("megcap", c_uint8 * 16),
+        ("_rsvd384", c_uint8 * 128),
+        ("sqes", c_uint8),
+        ("cqes", c_uint8),
+        ("maxcmd", c_uint16),
+        ("nn", c_uint32),
+        ("oncs", c_uint16),
+        ("fuses", c_uint16),
+        ("fna", c_uint8),
+        ("vwc", c_uint8),
+        ("awun", c_uint16),  # 0's based
+        ("awupf", c_uint16),  # 0's based
+        ("icsvscc", c_uint8),
+        ("nwpc", c_uint8),
+        ("acwu", c_uint16),
+        ("cdfs", c_uint16),
+        ("sgls", c_uint32),
+        ("mnan", c_uint32),
+        ("maxdna", c_uint8 * 16),
+        ("maxcna", c_uint32),
+        ("_rsvd564", c_uint8 * 204),
+        ("subnqn", c_char * 256),
+        ("_rsvd1024", c_uint8 * 1024),
+        ("psd", PowerState * 32),
+        ("_vs3072", c_uint8 * 1024),
+    ]
+
+
+class LbaFormat(LittleEndianStructure):
+    """LBA Format, 4 bytes (NVM figure 98): ``lbads`` is the block size's power of two."""
+
+    _fields_ = [("ms", c_uint16), ("lbads", c_uint8), ("rp", c_uint8)]
+
+
+class IdentifyNamespace(LittleEndianStructure):
+    """Identify Namespace data structure of the NVM Command Set, CNS 00h, 4096 bytes (NVM figure 97)."""
+
+    _fields_ = [
+        ("nsze", c_uint64),
+        ("ncap", c_uint64),
+        ("nuse", c_uint64),
+        ("nsfeat", c_uint8),
+        ("nlbaf", c_uint8),  # 0's based
+        ("flbas", c_uint8),
+        ("mc", c_uint8),
+        ("dpc", c_uint8),
+        ("dps", c_uint8),
+        ("nmic", c_uint8),
+        ("rescap", c_uint8),
+        ("fpi", c_uint8),
+        ("dlfeat", c_uint8),
+        ("nawun", c_uint16),
+        ("nawupf", c_uint16),
+        ("nacwu", c_uint16),
+        ("nabsn", c_uint16),
+        ("nabo", c_uint16),
+        ("nabspf", c_uint16),
+        ("noiob", c_uint16),
+        ("nvmcap", c_uint8 * 16),
+        ("npwg", c_uint16),
+        ("npwa", c_uint16),
+        ("npdg", c_uint16),
+        ("npda", c_uint16),
+        ("nows", c_uint16),
+        ("mssrl", c_uint16),
+        ("mcl", c_uint32),
+        ("msrc", c_uint8),
+        ("_rsvd81", c_uint8 * 11),
+        ("anagrpid", c_uint32),
+        ("_rsvd96", c_uint8 * 3),
+        ("nsattr", c_uint8),
+        ("nvmsetid", c_uint16),
+        ("endgid", c_uint16),
+        ("nguid", c_uint8 * 16),
+        ("eui64", c_uint8 * 8),
+        ("lbaf", LbaFormat * 64),
+        ("_vs384", c_uint8 * 3712),
+    ]
+
+
+class IdentifyNamespaceIndependent(LittleEndianStructure):
+    """I/O Command Set Independent Identify Namespace, CNS 08h, 4096 bytes (Base figure 280)."""
+
+    _fields_ = [
+        ("nsfeat", c_uint8),
+        ("nmic", c_uint8),
+        ("rescap", c_uint8),
+        ("fpi", c_uint8),
+        ("anagrpid", c_uint32),
+        ("nsattr", c_uint8),
+        ("_rsvd9", c_uint8),
+        ("nvmsetid", c_uint16),
+        ("endgid", c_uint16),
+        ("nstat", c_uint8),
+        ("_rsvd15", c_uint8 * 4081),
+    ]
+
+
+class ErrorLogEntry(LittleEndianStructure):
+    """Error Information Log Entry, 64 bytes (Base figure 206)."""
+
+    _fields_ = [
+        ("error_count", c_uint64),
+        ("sqid", c_uint16),
+        ("cid", c_uint16),
+        ("status", c_uint16),  # 15:1 the Status Field
+        ("location", c_uint16),
+        ("lba", c_uint64),
+        ("nsid", c_uint32),
+        ("vs", c_uint8),
+        ("trtype", c_uint8),
+        ("_rsvd30", c_uint16),
+        ("csi", c_uint64),
+        ("ttsi", c_uint16),
+        ("_rsvd42", c_uint8 * 22),
+    ]
+
+
+class SmartLog(LittleEndianStructure):
+    """SMART / Health Information, 512 bytes (Base figure 207). Pairs of u64 are 128-bit, low half first."""
+
+    _fields_ = [
+        ("critical_warning", c_uint8),
+        ("composite_temperature", c_uint8 * 2),  # kelvin, at an odd offset
+        ("available_spare", c_uint8),
+        ("available_spare_threshold", c_uint8),
+        ("percentage_used", c_uint8),
+        ("endurance_group_warning", c_uint8),
+        ("_rsvd7", c_uint8 * 25),
+        ("data_units_read", c_uint64 * 2),  # thousands of 512 bytes, rounded up
+        ("data_units_written", c_uint64 * 2),
+        ("host_read_commands", c_uint64 * 2),
+        ("host_write_commands", c_uint64 * 2),
+        ("controller_busy_time", c_uint64 * 2),  # minutes
+        ("power_cycles", c_uint64 * 2),
+        ("power_on_hours", c_uint64 * 2),
+        ("unsafe_shutdowns", c_uint64 * 2),
+        ("media_errors", c_uint64 * 2),
+        ("num_err_log_entries", c_uint64 * 2),
+        ("warning_temperature_time", c_uint32),
+        ("critical_temperature_time", c_uint32),
+        ("_rsvd200", c_uint8 * 312),
+    ]
+
+
+class FirmwareLog(LittleEndianStructure):
+    """Firmware Slot Information, 512 bytes (Base figure 209)."""
+
+    _fields_ = [
+        ("afi", c_uint8),
+        ("_rsvd1", c_uint8 * 7),
+        ("frs", (c_char * 8) * 7),
+        ("_rsvd64", c_uint8 * 448),
+    ]
+
+
+assert ctypes.sizeof(IdentifyController) == 4096
+assert ctypes.sizeof(IdentifyNamespace) == 4096
+assert ctypes.sizeof(IdentifyNamespaceIndependent) == 4096
+assert ctypes.sizeof(ErrorLogEntry) == 64
+assert ctypes.sizeof(SmartLog) == 512
+assert ctypes.sizeof(FirmwareLog) == 512

@@ -1,0 +1,125 @@
+"""What the NVMe control part needs from the rest of the card, and what it hands back.
+
+Everything here is a Protocol or a value: the controller does no I/O and reads no clock of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The controller's answer to one command.
+
+    :param status: the 15-bit Status Field without the phase (``Status.field``), CQE DW3 31:17
+    :param dw0: command specific result, CQE DW0
+    """
+
+    status: int
+    dw0: int = 0
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What SMART reports of the I/O done on a namespace, or on all of them, since it was made."""
+
+    reads: int = 0
+    writes: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    media_errors: int = 0
+
+
+@dataclass(frozen=True)
+class NamespaceInfo:
+    """One active namespace, as Identify reports it.
+
+    :param num_blocks: size in logical blocks of ``block_size`` bytes (512 or 4096)
+    :param nguid: 16 bytes, big-endian as on the wire; ``eui64`` 8 bytes; ``uuid`` 16 bytes, RFC 4122 order.
+        All zero means "none"
+    :param supports_discard: deallocated blocks read as zeroes afterwards
+    :param readonly: writes are refused with Namespace is Write Protected
+    """
+
+    nsid: int
+    num_blocks: int
+    block_size: int
+    nguid: bytes
+    eui64: bytes
+    uuid: bytes
+    product: str = ""
+    supports_discard: bool = False
+    readonly: bool = False
+
+
+class SubsystemView(Protocol):
+    """The NVM subsystem that the controller belongs to. Properties may change; the controller never caches."""
+
+    @property
+    def nqn(self) -> str: ...
+    @property
+    def serial(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def max_namespaces(self) -> int:
+        """NN: the largest NSID that may ever exist."""
+
+    def namespaces(self) -> Sequence[NamespaceInfo]:
+        """The active namespaces in order of NSID."""
+
+
+class GuestMemory(Protocol):
+    """Guest RAM through the DMA map; both raise ``DmaFault`` for what is not mapped with the rights needed."""
+
+    def read(self, iova: int, length: int) -> bytes: ...
+    def write(self, iova: int, data: bytes) -> None: ...
+
+
+class DataPlane(Protocol):
+    """The compiled stage as the controller sees it.
+
+    ``epoch`` names one creation of a queue: an open with the epoch that the plane's own (shared) record of the
+    queue holds is a re-open after a worker died and keeps head, tail and phase; any other epoch is a new
+    queue, which starts with zeroed doorbells and heads. Closing a queue only ends its service: the record
+    keeps its epoch, head, tail and phase, because the worker may die before the close is saved, and the next
+    one then opens that queue again and repeats the close.
+    """
+
+    def open_cq(self, qid: int, entries: int, iova: int, vector: int, interrupts: bool, epoch: int) -> None:
+        """Serve a completion queue of ``entries`` (1's based) at ``iova``. ``DmaFault`` if it is not mapped."""
+
+    def open_sq(self, qid: int, entries: int, iova: int, cqid: int, epoch: int) -> None:
+        """Serve a submission queue of ``entries`` (1's based) at ``iova``. ``DmaFault`` if it is not mapped."""
+
+    async def close_sq(self, qid: int) -> None:
+        """Stop fetching, and return when every command of the queue has completed."""
+
+    async def close_cq(self, qid: int) -> None: ...
+
+    async def close_all(self) -> None:
+        """Stop every queue and drop what is in flight, parked commands included. Forgets dbbuf and mask.
+
+        A ``close_sq`` that still waits returns.
+        """
+
+    async def flush(self) -> None:
+        """Make every write that has completed durable (normal shutdown)."""
+
+    def set_dbbuf(self, shadow_iova: int, event_idx_iova: int) -> None:
+        """Use shadow doorbells for every I/O queue, open or to be opened. ``DmaFault`` if not mapped."""
+
+    def set_mask(self, intms: int) -> None: ...
+
+    def complete(self, token: int, completion: Completion) -> None:
+        """Complete a parked command.
+
+        May be called inside ``Controller.execute``, so it only queues: the caller of the controller's method
+        saves ``dump()`` and every completion of that call in one step, and posts afterwards.
+        """
+
+    def counters(self, nsid: int) -> Counters:
+        """Since the namespace was attached; ``BROADCAST_NSID`` for all of them together."""
