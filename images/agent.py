@@ -229,6 +229,7 @@ class Agent:
         self.handlers: dict[int, Callable[[], Any]] = {}
         self.execs: dict[int, Exec] = {}
         self.files: set[int] = set()
+        self.nonce = ""  # of the present host
         os.set_blocking(port, False)
         # Edge-triggered: a port without a host reports "hung up" for as long as that lasts.
         self.watch(port, self.receive, select.EPOLLIN | select.EPOLLET)
@@ -290,12 +291,17 @@ class Agent:
             self.answer(request, error=f"{name}: {type(error).__name__}: {error}")
 
     def hello(self, fields: dict[str, Any], raw: bytes) -> None:
+        if fields["nonce"] != self.nonce:  # the same host asks again when an answer takes long
+            self.begin(fields["nonce"])
+        self.answer(fields["id"], nonce=self.nonce, version=VERSION)
+
+    def begin(self, nonce: str) -> None:
+        self.nonce = nonce
         for running in list(self.execs.values()):
             running.abandon()
         for fd in self.files:
             os.close(fd)
         self.files.clear()
-        self.answer(fields["id"], nonce=fields["nonce"], version=VERSION)
 
     def ping(self, fields: dict[str, Any], raw: bytes) -> None:
         self.answer(fields["id"])
