@@ -44,7 +44,7 @@ BOOT_PATIENCE_S = 90.0  # a boot takes 4 s of CPU under TCG
 PLUG_PATIENCE_S = 30.0
 MESSAGE_TIMEOUT_MS = 60_000  # the watchdog of dpud is far shorter; a loaded host must not cost the controller
 
-_PANIC = b"Kernel panic - not syncing"
+_PANIC = "Kernel panic - not syncing"
 _T = TypeVar("_T")
 
 logging.getLogger("qemu.qmp").addHandler(logging.NullHandler())  # the end of a QEMU is not worth a traceback
@@ -215,6 +215,14 @@ def _escaped(path: Path) -> str:
     return str(path).replace(",", ",,")  # QEMU's own rule in option values
 
 
+def panic_lines(console: str) -> list[str]:
+    """The lines to show of a panic: the last ones, but never without the one that says why."""
+    lines = console.splitlines()
+    panic = next(number for number, line in enumerate(lines) if _PANIC in line)
+    start = max(0, min(panic, len(lines) - CONSOLE_LINES))
+    return lines[start : start + CONSOLE_LINES]
+
+
 # ---- patience
 
 
@@ -309,10 +317,14 @@ class Vm:
         """The last lines that the guest wrote to its serial console."""
         return tail(self.paths.console, lines)
 
-    def error(self, message: str, hint: str = "") -> VmError:
+    def _boot_console(self) -> str:
+        """All that the console has shown since this boot began."""
+        return _from(self.paths.console, self._console_from).decode(errors="replace")
+
+    def error(self, message: str, hint: str = "", console: Sequence[str] | None = None) -> VmError:
         """An error of this VM with what its logs say."""
-        said = tail(self.out / "qemu.log", 10)
-        return VmError(f"{self.name}: {message}", hint, self.console_tail(), said)
+        lines = self.console_tail() if console is None else console
+        return VmError(f"{self.name}: {message}", hint, lines, tail(self.out / "qemu.log", 10))
 
     # -- life
 
@@ -471,8 +483,9 @@ class Vm:
     async def _watch(self, budget_s: float, problem: str) -> NoReturn:
         patience = Patience(budget_s, self.process.cpu_s, asyncio.get_running_loop().time)
         while not (over := patience.over()):
-            if _PANIC in _from(self.paths.console, self._console_from):
-                raise self.error("the guest panicked")
+            if _PANIC in self._boot_console():
+                await asyncio.sleep(0.25)  # for the rest of its trace
+                raise self.error("the guest panicked", console=panic_lines(self._boot_console()))
             await asyncio.sleep(0.25)
         raise self.error(f"{problem} {over}")
 
