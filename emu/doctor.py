@@ -34,7 +34,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpu.errors import EmuError
-from emu import accel, debs, hostinfo, paths, qemu
+from emu import accel, debs, hostinfo, images, paths, qemu
 
 MIB, GIB = 1 << 20, 1 << 30
 MEMORY_FAIL, MEMORY_WARN = 512 * MIB, 2 * GIB  # one VM of 256 MiB and the card; the default test set
@@ -142,17 +142,26 @@ def _packages(asked: Asked) -> Answer:
 def _qemu(asked: Asked) -> Answer:
     found = qemu.present(asked.qemu)
     if found is None:
-        lock = debs.read_lock(qemu.LOCK)
-        missing = [deb for deb in lock.debs if not debs.deb_path(deb).exists()]
-        size = sum(deb.size for deb in missing) / 1e6
-        what = f"none with {qemu.DEVICE}; a private one will be made at the first run"
-        if not missing:
-            return "ok", f"{what} of packages that are here", ""
-        if asked.offline:
-            return "fail", f"{what}, which needs {size:.0f} MB from a mirror", "run once with a network"
-        return "warn", f"{what} ({size:.0f} MB)", "nothing to do, or set DPU_EMU_QEMU to one of your own"
+        what = f"none with {qemu.DEVICE}; a private one is made at the first run"
+        return _to_be_made(what, debs.read_lock(qemu.LOCK), asked)
     pinned = ", not the pinned version" if found.origin.get("pinned") is False else ""
     return "ok", f"{found.version}, {found.source}{pinned}: {found.binary}", ""
+
+
+def _to_be_made(what: str, lock: debs.Lock, asked: Asked) -> Answer:
+    missing = _missing(lock)
+    if not missing:
+        return "ok", f"{what}, of packages that are here", ""
+    what += f", of {sum(deb.size for deb in missing) / 1e6:.0f} MB from the mirror"
+    if asked.offline:
+        return "fail", what, "run once with a network"
+    return "warn", what, "nothing to do but to wait at the first run"
+
+
+def _image(asked: Asked) -> Answer:
+    if _has_image():
+        return "ok", "built, and that of this version", ""
+    return _to_be_made("none yet; it is built at the first run", images.current_lock(), asked)
 
 
 def _device(asked: Asked) -> Answer:
@@ -292,8 +301,7 @@ def _files(asked: Asked) -> Answer:
 def _mirror(asked: Asked) -> Answer:
     if asked.offline:
         return "ok", "not asked (--offline)", ""
-    # a network is needed only for what is not here yet
-    status: Status = "warn" if qemu.present(asked.qemu) and any(paths.cache_dir("images").iterdir()) else "fail"
+    status: Status = "fail" if _needs_mirror(asked) else "warn"
     try:
         base = debs.mirror()
         wrong = debs.try_mirror(qemu.SUITES[-1])
@@ -310,9 +318,18 @@ def _mirror(asked: Asked) -> Answer:
 def _needs_mirror(asked: Asked) -> bool:
     """Is something still to be fetched before a lab can run?"""
     try:
-        return qemu.present(asked.qemu) is None or not any(paths.cache_dir("images").iterdir())
-    except EmuError:  # the row of QEMU says what is wrong with it
+        no_qemu = qemu.present(asked.qemu) is None and _missing(debs.read_lock(qemu.LOCK))
+        return bool(no_qemu or (not _has_image() and _missing(images.current_lock())))
+    except EmuError:  # the row of what is broken says so
         return False
+
+
+def _missing(lock: debs.Lock) -> list[debs.Deb]:
+    return [deb for deb in lock.debs if not debs.deb_path(deb).exists()]
+
+
+def _has_image() -> bool:
+    return any(image["current"] for image in images.images())
 
 
 def _load(asked: Asked) -> Answer:
@@ -344,6 +361,7 @@ CHECKS: dict[str, Callable[[Asked], Answer]] = {
     "Python packages": _packages,
     "QEMU": _qemu,
     "QEMU's device": _device,
+    "guest image": _image,
     "KVM": _kvm,
     "sealed memfd": _memfd,
     "io_uring": _io_uring,
