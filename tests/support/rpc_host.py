@@ -37,6 +37,9 @@ class Kept:
     sockets: dict[str, tuple[str, socket.socket]] = field(default_factory=dict)
     config: str = "{}"
 
+    def fds(self) -> set[int]:
+        return {*self.stash.values(), *(sock.fileno() for _, sock in self.sockets.values())}
+
     def close(self) -> None:
         for fd in self.stash.values():
             os.close(fd)
