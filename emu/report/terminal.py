@@ -55,6 +55,8 @@ def _figure(sample: Sample) -> str:
             return f"{format_size(sample.value)}/s"
         case "ns":
             return format_duration(sample.value * 1e-9)
+        case "s":
+            return format_duration(sample.value)
         case "B":
             return format_size(sample.value)
         case _:
@@ -63,12 +65,8 @@ def _figure(sample: Sample) -> str:
 
 def _text(sample: Sample) -> str:
     """ "96 MiB verified"; "" for a count that is zero, which is no news."""
-    if sample.value == 0:
-        return ""
-    name = sample.metric.removeprefix("bytes_").replace("_", " ")
-    return (
-        f"{_figure(sample)} s {name.removesuffix(' seconds')}" if sample.unit == "s" else f"{_figure(sample)} {name}"
-    )
+    name = sample.metric.removeprefix("bytes_").removesuffix("_seconds").replace("_", " ")
+    return f"{_figure(sample)} {name}" if sample.value else ""
 
 
 def _context(report: Report) -> Iterator[str]:
