@@ -38,6 +38,7 @@ from emu.process import Process, tail, tree_cpu_s
 
 START_LIMIT_S = 300.0  # the first start compiles the pollers, on a loaded host for minutes
 RPC_LIMIT_S = 60.0
+_RESTART = re.compile(r"worker \d+ died \(.*\), \d+ serves after ([\d.]+) ms")  # dpu/keeper.py
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class ControllerConfig:
 
 @dataclass(frozen=True)
 class DpuConfig:
-    """``cpus``: what `dpud -m` takes, a mask or a list; "" leaves the choice to dpud."""
+    """``cpus``: host CPUs of the pollers as a list, "0,2-3"; "" leaves the choice to dpud."""
 
     name: str
     controllers: tuple[ControllerConfig, ...] = ()
@@ -87,7 +88,7 @@ class DpuError(EmuError):
 
 def dpud_command(config: DpuConfig, rpc: Path) -> list[str]:
     """The daemon's command line, for this Python."""
-    cpus = ["-m", config.cpus] if config.cpus else []
+    cpus = ["-m", f"[{config.cpus}]"] if config.cpus else []
     return [sys.executable, "-P", "-m", "dpu.daemon", "-r", str(rpc), *cpus]
 
 
@@ -186,6 +187,12 @@ class Dpu:
         """How many namespaces the controller is configured with."""
         return next(len(one.namespaces) for one in self.config.controllers if one.name == controller)
 
+    def restarts_ms(self) -> list[float]:
+        """For each worker that died and was replaced: how long nobody served, as the keeper has logged it."""
+        with contextlib.suppress(FileNotFoundError):
+            return [float(pause) for pause in _RESTART.findall(self.log.read_text(errors="replace"))]
+        return []
+
     def error(self, message: str, hint: str = "", code: int | None = None) -> DpuError:
         """An error of this DPU with what its log says."""
         return DpuError(f"{self.name}: {message}", hint, tail(self.log), code)
@@ -238,15 +245,20 @@ class Dpu:
         except JSONRPCException as error:
             raise self.error(f"dpud does not take a connection for {method}") from error
         client.get_logger().handlers.clear()  # each client adds one to the logger that they share
+        sock: socket.socket = client.sock
         try:
-            return await asyncio.to_thread(client.call, method, parameters)
+            answer = await asyncio.to_thread(client.call, method, parameters)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # lets the thread go
+            raise
         except JSONRPCException as error:
             code, text = _rpc_error(error.message)
             raise self.error(f"{method}: {text}", code=code) from error
         except OSError as error:
             raise self.error(f"{method}: {error.strerror}") from error
-        finally:
-            _hang_up(client)  # also lets the thread go when we were cancelled
+        sock.close()
+        return answer
 
     async def kill(self) -> None:
         """SIGKILL to the keeper."""
@@ -288,13 +300,6 @@ def _rpc_error(text: str) -> tuple[int | None, str]:
         return None, text.strip().splitlines()[0] if text.strip() else "no answer"
     error = json.loads(found[1])
     return int(error["code"]), f"{error['message']} ({error['code']})"
-
-
-def _hang_up(client: JSONRPCClient) -> None:
-    with contextlib.suppress(OSError):
-        if client.sock is not None:
-            client.sock.shutdown(socket.SHUT_RDWR)
-            client.sock.close()
 
 
 async def _read_some(fd: int) -> bytes:
