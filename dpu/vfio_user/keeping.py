@@ -18,6 +18,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from dpu.channel import FDS_MAX, close_fds
 from dpu.vfio_user import wire
@@ -155,6 +156,10 @@ class DmaRegion:
     iova: int
     size: int
     fd: int | None
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything but the descriptor."""
+        return {"flags": self.flags, "offset": self.offset, "iova": self.iova, "size": self.size}
 
 
 class Tables:
