@@ -15,7 +15,7 @@ The state area, in order::
     SPACE x NAMESPACES  per-namespace counters (SMART, iostat)
     INFLIGHT x SLOTS  whole SQE, state, result: the replay rule's ground truth
     HISTOGRAM x QUEUES  log-linear latency histogram
-    two blobs         control's own state as JSON, one active (``BlobStore``)
+    blob              control's own state as JSON (dpu.channel.ConfigStore)
 
 64-bit fields are signed: numba turns mixtures of uint64 and int64 into floats. Counters of fetched and posted
 entries grow for ever; queue positions and the phase are derived from them (position = count modulo entries, phase =
@@ -48,7 +48,7 @@ CONTROLLERS: Final = 64  # per worker
 BATCH: Final = 32  # commands fetched from one SQ before the next SQ gets its turn
 DOORBELLS_OFFSET: Final = 0x1000  # in BAR0 (CAP.DSTRD 0)
 BAR_BYTES: Final = PAGE
-BLOB_BYTES: Final = 256 << 10
+BLOB_BYTES: Final = 256 << 10  # each half of control's own state (dpu.channel.ConfigStore)
 RING_ENTRIES: Final = 8192
 EVENTS: Final = 16
 
@@ -82,7 +82,7 @@ WORD: Final = np.dtype("<i8")
 
 # ---------------------------------------------------------------------------------------------- kept: state area
 
-HEADER: Final = _words("magic", "version", "bytes", "selector", "sequence", size=PAGE)
+HEADER: Final = _words("magic", "version", "bytes", size=PAGE)
 
 SQ: Final = _words(
     "live",
@@ -143,6 +143,14 @@ HISTOGRAM_BUCKETS: Final = 38 << HISTOGRAM_STEP_BITS
 HISTOGRAM: Final = np.dtype(("<i8", (HISTOGRAM_BUCKETS,)))
 
 
+def bucket_floor_ns(bucket: int) -> int:
+    """The smallest latency, in nanoseconds, that a histogram bucket counts."""
+    exponent = (bucket >> HISTOGRAM_STEP_BITS) - 1
+    if exponent <= 0:
+        return bucket
+    return (bucket - (exponent << HISTOGRAM_STEP_BITS)) << exponent
+
+
 def _place() -> dict[str, int]:
     """Offsets of the parts of the state area, each on a page."""
     parts = {
@@ -152,7 +160,7 @@ def _place() -> dict[str, int]:
         "space": SPACE.itemsize * NAMESPACES,
         "inflight": INFLIGHT.itemsize * SLOTS,
         "histogram": HISTOGRAM_BUCKETS * 8 * QUEUES,
-        "blob": 2 * BLOB_BYTES,
+        "blob": PAGE + 2 * BLOB_BYTES,
     }
     offsets, at = {}, 0
     for name, size in parts.items():
@@ -192,7 +200,18 @@ DMA_READ: Final = 1  # the device may read guest memory
 DMA_WRITE: Final = 2
 
 # A namespace as the compiled stage sees it; ``kind`` is what map_lookup switches on.
-NAMESPACE: Final = _words("kind", "shift", "blocks", "host", "direct_fd", "buffered_fd", "readonly", "align", size=64)
+NAMESPACE: Final = _words(
+    "kind",
+    "shift",  # log2 of the logical block size
+    "blocks",
+    "host",  # memory: address of block 0
+    "fd",  # memory: the memfd; file: through the page cache
+    "direct_fd",  # file: O_DIRECT, or -1
+    "align",  # of O_DIRECT, minus 1
+    "readonly",
+    "discard",  # Deallocate does something
+    size=128,
+)
 KIND_ABSENT: Final = 0
 KIND_NULL: Final = 1
 KIND_MEMORY: Final = 2

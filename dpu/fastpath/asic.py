@@ -513,9 +513,11 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
     if op == _COMPARE:
         return to_control(p, c, slot, entry)
     fd = ns.direct_fd
+    odd = lba << ns.shift
     for i in range(count):
-        if (segments[i].host | segments[i].size) & ns.align:
-            fd = ns.buffered_fd
+        odd |= segments[i].host | segments[i].size
+    if fd < 0 or odd & ns.align:
+        fd = ns.fd
     flags = _DSYNC if op == _WRITE and int(sqe.cdw12) & _FUA else 0
     u = view(p.uring, 1, URING)[0]
     tag = c.index << 32 | slot
@@ -527,12 +529,12 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
 def clear(p: Any, c: Any, slot: int, entry: Any, ns: Any, offset: int, size: int) -> int:
     """Make ``size`` bytes read as zeroes; operations given to io_uring."""
     if ns.kind == KIND_MEMORY:
-        if size < _PUNCH_MIN or punch(ns.direct_fd, offset, size) < 0:
+        if size < _PUNCH_MIN or punch(ns.fd, offset, size) < 0:
             fill(ns.host + offset, 0, size)
         return 0
     if ns.kind == KIND_FILE:
         u = view(p.uring, 1, URING)[0]
-        uring_prepare(u, _OP_FALLOCATE, ns.buffered_fd, offset, size, _PUNCH_HOLE, 0, c.index << 32 | slot)
+        uring_prepare(u, _OP_FALLOCATE, ns.fd, offset, size, _PUNCH_HOLE, 0, c.index << 32 | slot)
         return 1
     return 0
 
@@ -547,7 +549,7 @@ def write_zeroes(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, block
         u = view(p.uring, 1, URING)[0]
         index = (load_u32(u.sq_tail) - 1) & u.sq_mask
         view(u.sqes, u.sq_mask + 1, URING_SQE)[index].flags = _LINK
-        uring_prepare(u, _OP_FSYNC, ns.buffered_fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
+        uring_prepare(u, _OP_FSYNC, ns.fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
         operations += 1
     return to_uring(p, c, slot, entry, operations)
 
@@ -561,7 +563,9 @@ def flush(p: Any, c: Any, slot: int, entry: Any, nsid: int) -> int:
     operations = 0
     for i in range(first, last):
         if namespaces[i].kind == KIND_FILE:
-            fd = namespaces[i].buffered_fd
+            if u.fd < 0:
+                return to_control(p, c, slot, entry)
+            fd = namespaces[i].fd
             uring_prepare(u, _OP_FSYNC, fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
             operations += 1
     return to_uring(p, c, slot, entry, operations) if operations else _OK
@@ -599,7 +603,7 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     operations = 0
     for i in range(count):
         size = int(ranges[i].nlb) << ns.shift
-        if size:
+        if size and ns.discard:
             operations += clear(p, c, slot, entry, ns, ranges[i].slba << ns.shift, size)
     return to_uring(p, c, slot, entry, operations) if operations else _OK
 
@@ -623,16 +627,21 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     ns = view(c.namespaces, NAMESPACES, NAMESPACE)[nsid - 1]
     if ns.kind == KIND_ABSENT:
         return _INVALID_NAMESPACE
+    threads = ns.kind == KIND_FILE and view(p.uring, 1, URING)[0].fd < 0  # no io_uring here: control's threads
     if op == _FLUSH:
-        return flush(p, c, slot, entry, nsid)
+        return to_control(p, c, slot, entry) if threads else flush(p, c, slot, entry, nsid)
     if op == _DSM:
-        return deallocate(p, c, slot, entry, ns)
+        return to_control(p, c, slot, entry) if threads else deallocate(p, c, slot, entry, ns)
     lba = int(sqe.cdw10) | int(sqe.cdw11) << 32
     blocks = (int(sqe.cdw12) & 0xFFFF) + 1  # 0's based
     if not in_range(ns, lba, blocks):
         return _LBA_RANGE
     if ns.readonly and (op == _WRITE or op == _ZEROES):
         return _WRITE_PROTECTED
+    if threads:
+        if blocks << ns.shift > TRANSFER_MAX and op != _ZEROES:
+            return _INVALID_FIELD
+        return to_control(p, c, slot, entry)
     if op == _ZEROES:
         return write_zeroes(p, c, slot, entry, ns, lba, blocks)
     return transfer(p, c, slot, entry, ns, lba, blocks)

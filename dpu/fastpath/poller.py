@@ -1,0 +1,190 @@
+"""A poller: its records, its thread, and how control speaks with it.
+
+Use: ``poller = Poller(...)``; ``poller.start()``; ``await poller.grace()`` returns when every pass that began before
+the call has ended, so what was unpublished before it is no longer looked at. One poller serves up to CONTROLLERS
+controllers; their records are ``poller.controllers``.
+
+Limits: the constants of dpu.layout. Errors: EmuError from io_uring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from dpu import layout
+from dpu.fastpath import asic
+from dpu.fastpath.atomics import load_u64, store_u64, ticks
+from dpu.fastpath.jit import JIT
+from dpu.fastpath.uring import NoRing, Ring
+
+SPIN_PASSES = 200
+IDLE_MS = 250
+_EVENT = (1).to_bytes(8, "little")
+
+
+def compile_all() -> None:
+    """Compile the loop (or load it from the cache) before anything is served."""
+    if JIT:
+        asic.run.compile("void(int64)")  # type: ignore[attr-defined]
+        asic.ring_push.compile("boolean(int64,int64)")  # type: ignore[attr-defined]
+        asic.ring_peek.compile("int64(int64)")  # type: ignore[attr-defined]
+        asic.ring_drop.compile("void(int64)")  # type: ignore[attr-defined]
+        ticks()
+
+
+def ns_multiplier(seconds: float = 0.02) -> int:
+    """``ns_mult`` of layout.POLLER: measured, since the rate of the time stamp counter is nowhere to be read."""
+    if not JIT:
+        return 1 << 20  # plain Python's ticks are nanoseconds
+    clock = [0, 0]
+    begin = _tick_now(), time.perf_counter_ns()
+    time.sleep(seconds)
+    clock = [_tick_now() - begin[0], time.perf_counter_ns() - begin[1]]
+    return (clock[1] << 20) // max(clock[0], 1)
+
+
+@asic.compiled
+def _tick_now() -> int:
+    return ticks()
+
+
+class Poller:
+    """``cpu``: the CPU that the thread is bound to, or None. ``health``: address of its heartbeat word."""
+
+    def __init__(
+        self, cpu: int | None, health: int, ring: Ring | NoRing, *, stamps: bool = True, spin: int = SPIN_PASSES
+    ) -> None:
+        self.cpu = cpu
+        self.ring = ring
+        self.control_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._records: Any = np.zeros(1, layout.POLLER).view(np.recarray)
+        self.record = self._records[0]
+        self.address = int(self._records.ctypes.data)
+        self.controllers: Any = np.zeros(layout.CONTROLLERS, layout.CONTROLLER).view(np.recarray)
+        self._areas = {
+            "misses": np.zeros(layout.RING_BYTES, np.uint8),
+            "updates": np.zeros(layout.RING_BYTES, np.uint8),
+            "errors": np.zeros(layout.RING_DATA + layout.ERROR_ENTRIES * layout.ERROR_RECORD.itemsize, np.uint8),
+            "pollfds": np.zeros(layout.POLLFDS, layout.POLLFD),
+            "scratch": np.zeros(layout.SCRATCH_BYTES, np.uint8),
+            "dirty": np.zeros(layout.DIRTY_MAX, np.int64),
+        }
+        p = self.record
+        for name, area in self._areas.items():
+            p[name] = area.ctypes.data
+        self._areas["scratch"][2 * layout.PAGE] = 1  # what is written to eventfds
+        p.controllers, p.uring = self.controllers.ctypes.data, ring.address
+        p.control_fd, p.wake_fd, p.health = self.control_fd, self.wake_fd, health
+        p.spin, p.idle_ms, p.stamps, p.counters = spin, IDLE_MS, int(stamps), 1
+        p.ns_mult, p.pid = ns_multiplier(), os.getpid()
+        self._thread: threading.Thread | None = None
+        self._waiters: list[tuple[int, asyncio.Future[None]]] = []
+
+    # ------------------------------------------------------------------------------------------------ its life
+
+    def start(self) -> None:
+        """Run the loop in a thread of its own."""
+        self._thread = threading.Thread(target=self._main, name=f"poller-{self.cpu}", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        if self.cpu is not None:
+            with contextlib.suppress(OSError):  # the CPU may have gone offline: then any will do
+                os.sched_setaffinity(0, {self.cpu})
+        asic.run(self.address)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread looks at the records."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the loop and wait for it. What it points to may be unmapped afterwards."""
+        if self._thread is not None:
+            store_u64(self.address + layout.STOP, 1)
+            self.wake()
+            self._thread.join()
+            self._thread = None
+            store_u64(self.address + layout.STOP, 0)
+
+    # ------------------------------------------------------------------------------------------ words with it
+
+    def wake(self) -> None:
+        """End its sleep."""
+        os.write(self.wake_fd, _EVENT)
+
+    async def grace(self) -> None:
+        """Return when every pass that was under way has ended."""
+        if not self.running:
+            return
+        wanted = load_u64(self.address + layout.GRACE_WANTED) + 1
+        store_u64(self.address + layout.GRACE_WANTED, wanted)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((wanted, future))
+        self.wake()
+        await future
+
+    def woken(self) -> None:
+        """Called by control when ``control_fd`` is readable: empties it and ends graces that are over."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.control_fd, 8)
+        seen = load_u64(self.address + layout.GRACE_SEEN)
+        for wanted, future in [one for one in self._waiters if one[0] <= seen]:
+            self._waiters.remove((wanted, future))
+            if not future.done():
+                future.set_result(None)
+
+    def misses(self) -> list[tuple[int, int]]:
+        """(controller index, slot) of the commands that were handed to control."""
+        found = []
+        while (value := int(asic.ring_peek(int(self.record.misses)))) >= 0:
+            asic.ring_drop(int(self.record.misses))
+            found.append((value >> 32, value & 0xFFFFFFFF))
+        return found
+
+    def update(self, controller: int, slot: int) -> None:
+        """Give a command back whose entry is EXECUTED. The ring has room for every slot that control can hold."""
+        pushed = asic.ring_push(int(self.record.updates), controller << 32 | slot)
+        assert pushed, "update ring is full"
+        self.wake()
+
+    def errors(self) -> list[Any]:
+        """Failed I/O commands since the last call, as copies of ERROR_RECORD."""
+        ring = int(self.record.errors)
+        head, tail = load_u64(ring + layout.RING_HEAD), load_u64(ring + layout.RING_TAIL)
+        records = self._areas["errors"][layout.RING_DATA :].view(layout.ERROR_RECORD).view(np.recarray)
+        found = [records[i % layout.ERROR_ENTRIES].copy() for i in range(head, tail)]
+        store_u64(ring + layout.RING_HEAD, tail)
+        return found
+
+    def to_ns(self, count: int) -> int:
+        """Ticks as nanoseconds."""
+        return count * int(self.record.ns_mult) >> 20
+
+    def describe(self) -> dict[str, int | None]:
+        """For dpu_get_stats."""
+        return {
+            "cpu": self.cpu,
+            "passes": int(self.record.passes),
+            "sleeps": int(self.record.sleeps),
+            "io_uring": int(self.ring.fd >= 0),
+        }
+
+    def controllers_end(self, index: int) -> None:
+        """Have the loop look at records up to ``index``."""
+        self.record.controller_count = max(int(self.record.controller_count), index + 1)
+
+    def free_index(self) -> int:
+        """The lowest controller record that is not in use; -1 when all are."""
+        for index in range(layout.CONTROLLERS):
+            if self.controllers[index].state == 0:
+                return index
+        return -1

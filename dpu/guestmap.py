@@ -1,0 +1,190 @@
+"""Guest memory of one client: which addresses are mapped, and where they are in this process.
+
+Use: ``gm.map(iova, size, flags, offset, fd)``; ``gm.read`` / ``gm.write`` for control (GuestMemory of dpu.nvme);
+``gm.table()`` for the compiled stage. Each file is mapped once, whole, between two guard pages; QEMU sends a new
+descriptor of the same memfd for every region of it, and firmware unmaps and maps all RAM while queues are live.
+
+A file that its owner could shrink under us would end the worker by SIGBUS, so only memfds sealed against shrinking
+are taken (DESIGN rule 6). A region without a descriptor (ROM, another device's BAR) is remembered but not reachable:
+a command that points there fails with Data Transfer Error.
+
+Limits: REGIONS_MAX regions. Errors: VfioUserError (EINVAL, EEXIST, ENOENT, ENOSPC), DmaFault.
+Source: vfio-user specification, VFIO_USER_DMA_MAP; memfd_create(2), fcntl(2) F_GET_SEALS.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dpu.errors import DmaFault, VfioUserError
+from dpu.layout import DMA_READ, DMA_WRITE, PAGE, REGION
+
+log = logging.getLogger(__name__)
+
+REGIONS_MAX = 4096
+ADDRESS_MAX = 1 << 63  # addresses are signed in the compiled stage; higher ones are never reachable
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FIXED, _MAP_NORESERVE, _PROT_NONE = 0x10, 0x4000, 0
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Mapping:
+    """A whole file in memory with a guard page on either side. ``host`` is the address of its first byte."""
+
+    def __init__(self, fd: int, size: int, *, writable: bool = True) -> None:
+        rounded = -(-size // PAGE) * PAGE
+        self._span = rounded + 2 * PAGE
+        base = _mmap(None, self._span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        self._base = base
+        self.host = base + PAGE
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            _mmap(self.host, rounded, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unmap; the caller has seen to it that nobody looks there any more."""
+        _LIBC.munmap(self._base, self._span)
+
+
+def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) -> int:
+    result = _LIBC.mmap(address, size, protection, flags, fd, 0)
+    if result == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(result)
+
+
+@dataclass(frozen=True)
+class Region:
+    """One DMA region; ``host`` is 0 when it is not reachable."""
+
+    iova: int
+    size: int
+    rights: int
+    host: int
+    key: tuple[int, int] | None
+
+
+class GuestMap:
+    """The DMA map of one client."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []  # sorted by iova
+        self._files: dict[tuple[int, int], Mapping] = {}
+
+    # ------------------------------------------------------------------------------------------------ changes
+
+    def map(self, iova: int, size: int, flags: int, offset: int, fd: int | None) -> None:
+        """Add a region. ``flags``: 1 the device may read it, 2 write it. The descriptor stays the caller's.
+
+        Mapping the same region again is no error: a worker may see a message that the last one has answered.
+        """
+        rights = flags & (DMA_READ | DMA_WRITE)
+        if len(self.regions) >= REGIONS_MAX:
+            raise VfioUserError(errno.ENOSPC, f"more than {REGIONS_MAX} DMA regions")
+        for region in self.regions:
+            if iova < region.iova + region.size and region.iova < iova + size:
+                if (region.iova, region.size, region.rights) == (iova, size, rights):
+                    return
+                raise VfioUserError(errno.EEXIST, f"{iova:#x}+{size:#x} overlaps {region.iova:#x}+{region.size:#x}")
+        host, key = (0, None) if fd is None or iova + size > ADDRESS_MAX else self._open(fd, offset, size, rights)
+        self.regions.append(Region(iova, size, rights, host, key))
+        self.regions.sort(key=lambda region: region.iova)
+
+    def _open(self, fd: int, offset: int, size: int, rights: int) -> tuple[int, tuple[int, int]]:
+        status = os.fstat(fd)
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        except OSError:
+            seals = 0
+        if not seals & fcntl.F_SEAL_SHRINK:
+            log.error("guest RAM is not sealed against shrinking: use QEMU's memory-backend-memfd, which seals it")
+            raise VfioUserError(errno.EINVAL, "guest RAM is not sealed against shrinking")
+        if offset + size > status.st_size:
+            raise VfioUserError(errno.EINVAL, f"region ends at {offset + size:#x} of a file of {status.st_size:#x}")
+        key = (status.st_dev, status.st_ino)
+        if key not in self._files:
+            # Growing later is harmless: only what was there is mapped.
+            self._files[key] = Mapping(fd, status.st_size, writable=bool(rights & DMA_WRITE))
+        return self._files[key].host + offset, key
+
+    def unmap(self, iova: int, size: int) -> None:
+        """Forget the regions inside ``iova`` .. ``iova + size``; ENOENT if one is cut. Mappings stay until ``trim``."""
+        kept = []
+        for region in self.regions:
+            inside = iova <= region.iova and region.iova + region.size <= iova + size
+            if not inside and iova < region.iova + region.size and region.iova < iova + size:
+                raise VfioUserError(errno.ENOENT, f"{iova:#x}+{size:#x} cuts {region.iova:#x}+{region.size:#x}")
+            if not inside:
+                kept.append(region)
+        self.regions = kept
+
+    def trim(self) -> None:
+        """Unmap files that no region uses, when the compiled stage no longer has their addresses."""
+        used = {region.key for region in self.regions}
+        for key in [key for key in self._files if key not in used]:
+            self._files.pop(key).close()
+
+    def close(self) -> None:
+        """Unmap everything."""
+        self.regions = []
+        self.trim()
+
+    # ------------------------------------------------------------------------------------------------ look-ups
+
+    def table(self) -> Any:
+        """REGION records of what is reachable, sorted by address."""
+        rows = [(r.iova, r.size, r.host, r.rights) for r in self.regions if r.host]
+        table = np.zeros(max(len(rows), 1), REGION)
+        for i, row in enumerate(rows):
+            table[i] = row
+        return table[: len(rows)]
+
+    def find(self, iova: int, length: int, rights: int) -> int:
+        """Host address of ``length`` bytes that lie in one region; DmaFault."""
+        at = bisect_right(self.regions, iova, key=lambda region: region.iova) - 1
+        if at >= 0:
+            region = self.regions[at]
+            offset = iova - region.iova
+            if region.host and offset + length <= region.size and region.rights & rights == rights:
+                return region.host + offset
+        raise DmaFault(iova, length)
+
+    def read(self, iova: int, length: int) -> bytes:
+        """Copy guest memory; it may span regions that follow each other."""
+        return b"".join(ctypes.string_at(host, size) for host, size in self._pieces(iova, length, DMA_READ))
+
+    def write(self, iova: int, data: bytes) -> None:
+        """Copy to guest memory; nothing is written unless all of it is mapped."""
+        at = 0
+        for host, size in self._pieces(iova, len(data), DMA_WRITE):
+            ctypes.memmove(host, data[at : at + size], size)
+            at += size
+
+    def _pieces(self, iova: int, length: int, rights: int) -> list[tuple[int, int]]:
+        pieces = []
+        while length > 0:
+            at = bisect_right(self.regions, iova, key=lambda region: region.iova) - 1
+            if at < 0 or iova >= self.regions[at].iova + self.regions[at].size:
+                raise DmaFault(iova, length)
+            size = min(length, self.regions[at].iova + self.regions[at].size - iova)
+            pieces.append((self.find(iova, size, rights), size))
+            iova, length = iova + size, length - size
+        return pieces

@@ -1,0 +1,382 @@
+"""The data plane of one controller: what control changes in the tables that a poller reads.
+
+Use: ``plane = Plane(poller, state_fd, bar_fd, socket_fd)``, then the methods that dpu.nvme's ``DataPlane`` names, the
+vfio-user side (``dma_map``, ``set_vectors``) and ``set_namespace``. ``recover()`` and ``begin()`` put the controller
+in front of its poller; ``close()`` takes it away.
+
+A change that could pull something away under a poller is made inside ``async with plane.quiet()``: no new command is
+fetched, the pass that was under way is over, and what is with io_uring has come back (DESIGN rule 8). Adding what
+nobody can point to yet needs no such care.
+
+Limits: the constants of dpu.layout. Errors: DmaFault, and those of dpu.guestmap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+
+from dpu import layout
+from dpu.backends import Backend, FileBackend, MemoryBackend
+from dpu.channel import ConfigStore
+from dpu.errors import DmaFault
+from dpu.fastpath.atomics import store_u32, store_u64
+from dpu.fastpath.poller import Poller
+from dpu.guestmap import GuestMap
+from dpu.layout import DMA_READ, DMA_WRITE
+from dpu.nvme.interfaces import Completion, Counters
+from dpu.nvme.wire import BROADCAST_NSID
+
+log = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.001
+_LIVE = layout.offset_of(layout.CONTROLLER, "live")
+_LIVE_COUNT = layout.offset_of(layout.CONTROLLER, "live_count")
+_HOLD = layout.offset_of(layout.CONTROLLER, "hold")
+_ATTENTION = layout.offset_of(layout.CONTROLLER, "attention")
+
+
+class Plane:
+    """``state_fd`` and ``bar_fd``: the kept areas (layout.STATE_BYTES, layout.BAR_BYTES), which stay the caller's.
+
+    ``memory_of``: maps a memory back end once per worker and gives its address.
+    """
+
+    def __init__(
+        self, poller: Poller, state_fd: int, bar_fd: int, socket_fd: int, memory_of: Callable[[MemoryBackend], int]
+    ) -> None:
+        self.poller = poller
+        self.index = poller.free_index()
+        assert self.index >= 0, "more controllers than records"
+        self.memory = GuestMap()
+        self.pending: list[tuple[int, Completion]] = []  # of parked commands, to be saved and then posted
+        self.with_control = 0  # I/O commands that a thread of control is doing
+        self.generation = 0  # grows with every close_all: answers to commands of before are dropped
+        self._memory_of = memory_of
+        self._state = mmap.mmap(state_fd, layout.STATE_BYTES)
+        self._bar = mmap.mmap(bar_fd, layout.BAR_BYTES)
+        self.store = ConfigStore(state_fd, layout.BLOB_BYTES, layout.BLOB_OFFSET)
+        self.sqs = self._part(layout.SQ_OFFSET, layout.SQ, layout.QUEUES)
+        self.cqs = self._part(layout.CQ_OFFSET, layout.CQ, layout.QUEUES)
+        self.spaces = self._part(layout.SPACE_OFFSET, layout.SPACE, layout.NAMESPACES)
+        self.inflight = self._part(layout.INFLIGHT_OFFSET, layout.INFLIGHT, layout.SLOTS)
+        self.histograms = np.frombuffer(
+            self._state, np.int64, layout.QUEUES * layout.HISTOGRAM_BUCKETS, layout.HISTOGRAM_OFFSET
+        ).reshape(layout.QUEUES, layout.HISTOGRAM_BUCKETS)
+        self.doorbells = np.frombuffer(self._bar, np.uint32)
+        self.namespaces: Any = np.zeros(layout.NAMESPACES, layout.NAMESPACE).view(np.recarray)
+        self.locals: Any = np.zeros(layout.QUEUES, layout.QUEUE_LOCAL).view(np.recarray)
+        self._vectors = np.full(layout.VECTORS, -1, np.int64)
+        self._segments = np.zeros(layout.SLOTS * layout.SEGMENTS, layout.SEGMENT)
+        self._free = np.arange(layout.SLOTS, dtype=np.int64)
+        self._live_queues = np.zeros(layout.QUEUES, np.int64)
+        self._replay = np.zeros(layout.SLOTS, np.int64)
+        self._table = self.memory.table()
+        self._dbbuf: tuple[int, int] | None = None
+        self._holds = 0
+        c = self.record = poller.controllers[self.index]
+        c.index, c.socket = self.index, socket_fd
+        c.bar, c.namespaces, c.queues = _at(self.doorbells), _at(self.namespaces), _at(self.locals)
+        c.vectors, c.segments, c.free, c.free_count = (
+            _at(self._vectors),
+            _at(self._segments),
+            _at(self._free),
+            layout.SLOTS,
+        )
+        c.live_queues, c.replay = _at(self._live_queues), _at(self._replay)
+        c.hold = c.attention = c.outstanding = c.live_count = c.replay_count = c.replay_done = 0
+        c.dma, c.dma_count, c.shadow, c.events, c.bad_doorbell = 0, 0, 0, 0, 0
+        c.sequence = 1
+        c.state = _at(self.sqs) - layout.SQ_OFFSET
+        header = self._part(0, layout.HEADER, 1)[0]
+        if header.magic == 0:
+            header.version, header.bytes, header.magic = layout.VERSION, layout.STATE_BYTES, layout.MAGIC
+        assert (header.magic, header.version, header.bytes) == (layout.MAGIC, layout.VERSION, layout.STATE_BYTES)
+
+    def _part(self, offset: int, dtype: np.dtype[Any], count: int) -> Any:
+        return np.frombuffer(self._state, dtype, count, offset).view(np.recarray)
+
+    # --------------------------------------------------------------------------------------------------- changes
+
+    def _poke(self, offset: int, value: int) -> None:
+        base = self.poller.controllers.ctypes.data
+        store_u64(base + self.index * layout.CONTROLLER.itemsize + offset, value)
+
+    @contextlib.asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """No command of this controller is being executed inside."""
+        self._holds += 1
+        self._poke(_HOLD, 1)
+        try:
+            await self.poller.grace()
+            while self.record.live and (self.record.outstanding or self.with_control):
+                await asyncio.sleep(DRAIN_POLL_S)
+                await self.poller.grace()
+            yield
+        finally:
+            self._holds -= 1
+            self._release()
+
+    def _release(self) -> None:
+        lost = self._dbbuf is not None and self.record.shadow == 0
+        self._poke(_HOLD, int(self._holds > 0 or lost))
+        self.poller.wake()
+
+    def begin(self) -> None:
+        """Let the poller look at this controller."""
+        self._poke(_LIVE, 1)
+        self.poller.controllers_end(self.index)
+        self.poller.wake()
+
+    async def close(self) -> None:
+        """Take the controller from its poller and unmap everything."""
+        async with self.quiet():
+            self._poke(_LIVE, 0)
+            await self.poller.grace()
+        self.record.state = 0
+        self.memory.close()
+
+    def attend(self, value: int) -> None:
+        """Set the attention word: 0 lets the poller peek at the client's socket again."""
+        self._poke(_ATTENTION, value)
+        if value == layout.ATTENTION_NONE:
+            self.poller.wake()
+
+    # ---------------------------------------------------------------------------------------------- guest memory
+
+    async def dma_map(self, iova: int, size: int, flags: int, offset: int, fd: int | None) -> None:
+        """As GuestMap.map."""
+        async with self.quiet():
+            self.memory.map(iova, size, flags, offset, fd)
+            self._publish_dma()
+
+    async def dma_unmap(self, iova: int, size: int) -> None:
+        """As GuestMap.unmap; when it returns, nothing touches the memory any more."""
+        async with self.quiet():
+            self.memory.unmap(iova, size)
+            self._publish_dma()
+            self.memory.trim()
+
+    def adopt_dma(self, iova: int, size: int, flags: int, offset: int, fd: int | None) -> None:
+        """As ``dma_map`` before the poller looks."""
+        self.memory.map(iova, size, flags, offset, fd)
+        self._publish_dma()
+
+    def _publish_dma(self) -> None:
+        """Give the poller the new table; every address made from the old one is looked up again."""
+        self._table = self.memory.table()
+        self.record.dma, self.record.dma_count = _at(self._table), len(self._table)
+        for local in self.locals:
+            local.sq_host = local.cq_host = local.region = 0
+        self._resolve_dbbuf()
+
+    def set_vectors(self, start: int, fds: list[int]) -> None:
+        """eventfds of the vectors from ``start``; -1 for none. They stay the caller's."""
+        for i, fd in enumerate(fds):
+            self._vectors[start + i] = fd
+
+    # ---------------------------------------------------------------------------------------------------- queues
+
+    def open_cq(self, qid: int, entries: int, iova: int, vector: int, interrupts: bool, epoch: int) -> None:
+        cq, local = self.cqs[qid], self.locals[qid]
+        if cq.epoch != epoch:
+            host = self.memory.find(iova, entries * 16, DMA_WRITE)
+            # Linux clears its queue only after Create CQ: what lies there must not look like completions.
+            ctypes.memset(host, 0, entries * 16)
+            self._zero_doorbell(2 * qid + 1)
+            cq.posted = cq.signals = 0
+            cq.entries, cq.iova, cq.vector, cq.interrupts = entries, iova, vector, int(interrupts)
+            cq.epoch = epoch
+        local.cq_host = local.cq_outstanding = local.dirty = local.blocked = 0
+        local.cq_tail, local.cq_phase = cq.posted % entries, 1 ^ (cq.posted // entries & 1)
+        local.bad_head = -1
+        cq.live = 1
+
+    def open_sq(self, qid: int, entries: int, iova: int, cqid: int, epoch: int) -> None:
+        sq, local = self.sqs[qid], self.locals[qid]
+        if sq.epoch != epoch:
+            self.memory.find(iova, entries * 64, DMA_READ)
+            self._zero_doorbell(2 * qid)
+            for name in layout.SQ.names or ():
+                sq[name] = 0
+            self.histograms[qid] = 0
+            sq.entries, sq.iova, sq.cqid = entries, iova, cqid
+            sq.epoch = epoch
+        local.sq_host = local.sq_outstanding = 0
+        local.sq_head = sq.fetched % entries
+        local.bad_tail = -1
+        sq.live = 1
+        self._list_queues()
+
+    def _zero_doorbell(self, index: int) -> None:
+        self.doorbells[index] = 0
+        if self.record.shadow and index > 1:
+            store_u32(int(self.record.shadow) + 4 * index, 0)
+            store_u32(int(self.record.events) + 4 * index, 0)
+
+    def _list_queues(self) -> None:
+        """Publish the live SQs: each store leaves a list that is safe to walk (an SQ is served if it is live)."""
+        live = [qid for qid in range(layout.QUEUES) if self.sqs[qid].live]
+        for i, qid in enumerate(live):
+            self._live_queues[i] = qid
+        self._poke(_LIVE_COUNT, len(live))
+
+    async def close_sq(self, qid: int) -> None:
+        async with self.quiet():
+            self.sqs[qid].live = 0
+            self._list_queues()
+        generation = self.generation
+        while self.locals[qid].sq_outstanding and self.generation == generation:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def close_cq(self, qid: int) -> None:
+        async with self.quiet():
+            self.cqs[qid].live = 0
+
+    async def close_all(self) -> None:
+        async with self.quiet():
+            self.generation += 1
+            self.pending.clear()
+            for qid in range(layout.QUEUES):
+                self.sqs[qid].live = self.cqs[qid].live = 0
+                self.locals[qid].sq_outstanding = self.locals[qid].cq_outstanding = 0
+            self._list_queues()
+            self.inflight.state[:] = layout.FREE
+            self._free[:] = np.arange(layout.SLOTS)
+            self.record.free_count = layout.SLOTS
+            self.record.replay_count = self.record.replay_done = 0
+            self._dbbuf = None
+            self.record.shadow = self.record.events = 0
+
+    def set_dbbuf(self, shadow_iova: int, event_idx_iova: int) -> None:
+        self._dbbuf = (shadow_iova, event_idx_iova)
+        self._resolve_dbbuf()
+        if self.record.shadow == 0:
+            self._dbbuf = None
+            raise DmaFault(shadow_iova, layout.PAGE)
+        # A queue that is in use already goes on from where it is.
+        for index in range(2, 2 * layout.QUEUES):
+            if self.sqs[index // 2].live or self.cqs[index // 2].live:
+                store_u32(int(self.record.shadow) + 4 * index, int(self.doorbells[index]))
+                store_u32(int(self.record.events) + 4 * index, int(self.doorbells[index]))
+
+    def _resolve_dbbuf(self) -> None:
+        """Host addresses of the two buffers; while they are unmapped the queues rest."""
+        shadow = events = 0
+        if self._dbbuf is not None:
+            with contextlib.suppress(DmaFault):
+                shadow = self.memory.find(self._dbbuf[0], layout.PAGE, DMA_READ)
+                events = self.memory.find(self._dbbuf[1], layout.PAGE, DMA_WRITE)
+        self.record.shadow, self.record.events = (shadow, events) if events else (0, 0)
+
+    def set_mask(self, intms: int) -> None:
+        """INTMS is for pin and MSI interrupts; with MSI-X the host does not use it (Base 3.1.3.3)."""
+
+    async def flush(self) -> None:
+        """Every write that has completed is durable when this returns."""
+        async with self.quiet():
+            pass
+        fds = {int(row.fd) for row in self.namespaces if row.kind == layout.KIND_FILE}
+        for fd in fds:
+            await asyncio.to_thread(_sync, fd)
+
+    def complete(self, token: int, completion: Completion) -> None:
+        self.pending.append((token, completion))
+
+    def counters(self, nsid: int) -> Counters:
+        rows = self.spaces if nsid == BROADCAST_NSID else self.spaces[nsid - 1 : nsid]
+        return Counters(
+            reads=int(rows.reads.sum()),
+            writes=int(rows.writes.sum()),
+            bytes_read=int(rows.bytes_read.sum()),
+            bytes_written=int(rows.bytes_written.sum()),
+        )
+
+    # ------------------------------------------------------------------------------------------------ namespaces
+
+    def set_namespace(self, nsid: int, backend: Backend) -> None:
+        """Serve ``backend`` as ``nsid``, which was absent; the kind is stored last."""
+        row = self.namespaces[nsid - 1]
+        row.shift, row.blocks = backend.block_size.bit_length() - 1, backend.num_blocks
+        row.readonly, row.discard = int(backend.readonly), int(backend.supports_discard)
+        row.fd, row.direct_fd, row.host = backend.fd, -1, 0
+        kind = layout.KIND_NULL
+        if isinstance(backend, MemoryBackend):
+            kind, row.host = layout.KIND_MEMORY, self._memory_of(backend)
+        elif isinstance(backend, FileBackend):
+            kind, row.direct_fd, row.align = layout.KIND_FILE, backend.direct_fd, backend.dio_align_bytes - 1
+        row.kind = kind
+
+    async def clear_namespace(self, nsid: int) -> None:
+        """Stop serving ``nsid``; when this returns nothing uses its back end."""
+        async with self.quiet():
+            self.namespaces[nsid - 1].kind = layout.KIND_ABSENT
+
+    # -------------------------------------------------------------------------------------------------- commands
+
+    def sqe(self, slot: int) -> bytes:
+        """The command in a slot."""
+        return bytes(self.inflight[slot].sqe.tobytes())
+
+    def finish(self, slot: int, completion: Completion) -> None:
+        """Post the completion of a command that control had."""
+        entry = self.inflight[slot]
+        entry.status, entry.dw0 = completion.status, completion.dw0
+        entry.state = layout.EXECUTED
+        self.poller.update(self.index, slot)
+
+    def recover(self, done: dict[int, Completion]) -> list[int]:
+        """Before ``begin``, on state that another worker left: prepare its commands for the poller's replay.
+
+        ``done``: results that were saved and may not have been posted, by ``sequence``. Returns the slots of admin
+        commands that control must execute again, in their order. The queues are open already.
+        """
+        busy = [slot for slot in range(layout.SLOTS) if self.inflight[slot].state != layout.FREE]
+        busy.sort(key=lambda slot: int(self.inflight[slot].sequence))
+        replay, again = [], []
+        for slot in busy:
+            entry = self.inflight[slot]
+            sq = self.sqs[entry.sqid]
+            cq = self.cqs[sq.cqid]
+            sq.fetched = max(sq.fetched, entry.sq_count + 1)
+            posted = entry.state == layout.POSTING and cq.posted > entry.cq_count
+            if posted or not sq.live:
+                entry.state = layout.FREE
+                continue
+            local = self.locals[entry.sqid]
+            local.sq_outstanding += 1
+            local.sq_head = sq.fetched % sq.entries
+            if entry.where != layout.WHERE_PARKED:
+                self.locals[sq.cqid].cq_outstanding += 1
+            if entry.sqid == 0 and entry.state == layout.FETCHED:
+                saved = done.get(int(entry.sequence))
+                if saved is None:
+                    again.append(slot)
+                    continue
+                entry.status, entry.dw0 = saved.status, saved.dw0
+                entry.state = layout.EXECUTED
+            replay.append(slot)
+        self.record.sequence = max([int(self.inflight[s].sequence) for s in busy] + [*done, 0]) + 1
+        self._replay[: len(replay)] = replay
+        self.record.replay_count, self.record.replay_done = len(replay), 0
+        free = [slot for slot in range(layout.SLOTS) if self.inflight[slot].state == layout.FREE]
+        self._free[: len(free)] = free
+        self.record.free_count = len(free)
+        return again
+
+
+def _at(array: Any) -> int:
+    return int(array.ctypes.data)
+
+
+def _sync(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.fdatasync(fd)

@@ -1,0 +1,351 @@
+"""One client of the worker: its vfio-user device, its NVMe controller, and how both survive a worker.
+
+A :class:`Client` is the ``Device`` that a vfio-user session serves. What the guest may rely on is committed to the
+state area's store in one step before it is answered: the last message applied, PCI configuration, the controller,
+and the results of admin commands that are about to be posted. A worker that is killed at any point leaves a state
+from before or after that step, and the next one goes on from it (DESIGN rules 4 and 5).
+
+Use: ``Client(worker, number, listener, socket_fd, subsystem)``; ``adopt`` for one that another worker served; then
+``start``. Errors: none to the caller; a guest's mistakes are errnos and statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dpu import layout
+from dpu.channel import Packet
+from dpu.clock import RealClock
+from dpu.killpoint import killpoint
+from dpu.nvme import io
+from dpu.nvme.controller import Controller
+from dpu.nvme.interfaces import Completion
+from dpu.plane import Plane
+from dpu.vfio_user.pci_config import (
+    BAR0_BYTES,
+    CONFIG_BYTES,
+    MSIX_PBA_BAR,
+    MSIX_PBA_BYTES,
+    MSIX_TABLE_BAR,
+    MSIX_TABLE_BYTES,
+    PciConfig,
+)
+from dpu.vfio_user.protocol import IrqInfo, RegionInfo, Session
+from dpu.vfio_user.wire import IrqFlag, RegionFlag
+
+if TYPE_CHECKING:
+    from dpu.target import Subsystem
+    from dpu.worker import Worker
+
+log = logging.getLogger(__name__)
+
+BAR0, CONFIG_REGION, REGIONS = 0, 7, 9
+IRQ_MSIX, IRQ_ERR, IRQ_REQ, IRQS = 2, 3, 4, 5
+_RW = RegionFlag.READ | RegionFlag.WRITE
+
+
+class Client:
+    """One connection, one controller."""
+
+    def __init__(self, worker: Worker, number: int, listener: str, socket_fd: int, subsystem: Subsystem) -> None:
+        self.worker = worker
+        self.number = number
+        self.listener = listener
+        self.subsystem = subsystem
+        self.socket_fd = socket_fd
+        self.vectors: dict[tuple[int, int], int] = {}
+        self.applied = 0
+        self.closed = False
+        self._seq = 0
+        self._changed = False
+        self._messages: asyncio.Queue[Packet] = asyncio.Queue()
+        self._admin: asyncio.Queue[int] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._io: set[asyncio.Task[None]] = set()
+
+    def open(self, state_fd: int, bar_fd: int, cntlid: int) -> None:
+        """Make plane, controller and session; loads what an earlier worker committed."""
+        self._fds = (state_fd, bar_fd)
+        self.plane = Plane(
+            self.worker.poller_for(self.number), state_fd, bar_fd, self.socket_fd, self.worker.memory_of
+        )
+        self.pci = PciConfig(layout.VECTORS)
+        self.controller = Controller(self.subsystem, cntlid, self.plane.memory, self.plane, RealClock())
+        self.session = Session(self)
+        rows = {
+            BAR0: RegionInfo(BAR0, BAR0_BYTES, _RW),
+            MSIX_TABLE_BAR: RegionInfo(MSIX_TABLE_BAR, MSIX_TABLE_BYTES, _RW),
+            MSIX_PBA_BAR: RegionInfo(MSIX_PBA_BAR, MSIX_PBA_BYTES, _RW),
+            CONFIG_REGION: RegionInfo(CONFIG_REGION, CONFIG_BYTES, _RW),
+        }
+        self.regions: Sequence[RegionInfo] = [rows.get(i) or RegionInfo(i) for i in range(REGIONS)]
+        eventfd = IrqFlag.EVENTFD
+        counts = {IRQ_MSIX: layout.VECTORS, IRQ_ERR: 1, IRQ_REQ: 1}
+        self.irqs: Sequence[IrqInfo] = [
+            IrqInfo(i, counts.get(i, 0), eventfd if i in counts else 0) for i in range(IRQS)
+        ]
+        for nsid in self.subsystem.by_nsid:
+            self.plane.set_namespace(nsid, self.subsystem.backend(nsid))
+
+    def restore(self, version: bytes) -> None:
+        """Take over from another worker, with guest memory and vectors in place already; before ``start``."""
+        if version:
+            self.session.restore(version)
+        data = self.plane.store.load()
+        if not data:
+            return
+        saved = json.loads(data)
+        self.applied = saved["applied"]
+        self.pci.load(saved["pci"])
+        self.controller.load(saved["controller"])
+        self.controller.reopen()
+        done = {sequence: Completion(status, dw0) for sequence, status, dw0 in saved["done"]}
+        for slot in self.plane.recover(done):
+            self._admin.put_nowait(slot)
+
+    def start(self, *, taking: bool) -> None:
+        """Serve. ``taking``: the keeper has the next message, so the socket is not looked at before it came."""
+        self.plane.attend(layout.ATTENTION_TAKEN if taking else layout.ATTENTION_NONE)
+        self.plane.begin()
+        self._tasks = [
+            asyncio.create_task(self._guard(self._serve_messages())),
+            asyncio.create_task(self._guard(self._serve_admin())),
+        ]
+
+    async def _guard(self, work: Any) -> None:
+        """A fault of ours in one client's task ends the worker: the keeper and the next worker take it from there."""
+        try:
+            await work
+        except asyncio.CancelledError:
+            raise
+        except BaseException:
+            log.exception("client %d: fault", self.number)
+            os._exit(70)
+
+    async def close(self) -> None:
+        """Take the controller away from its poller and release everything that is the client's."""
+        if self.closed:
+            return
+        self.closed = True
+        for task in [*self._tasks, *self._io]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._io, return_exceptions=True)
+        await self.plane.close()
+        for fd in [*self.vectors.values(), self.socket_fd, *self._fds]:
+            os.close(fd)
+        while not self._messages.empty():
+            self._messages.get_nowait().close()
+
+    # -------------------------------------------------------------------------------------------------- committing
+
+    def commit(self, done: Sequence[tuple[int, Completion]] = ()) -> None:
+        """Save everything, with the results of ``done`` (slot, completion) and of parked commands, then post those."""
+        finished = [*done, *self.plane.pending]
+        self.plane.pending.clear()
+        rows = [(int(self.plane.inflight[slot].sequence), c.status, c.dw0) for slot, c in finished]
+        killpoint("admin_before_save")
+        document = {
+            "applied": self.applied,
+            "nqn": self.subsystem.nqn,
+            "pci": self.pci.dump(),
+            "controller": self.controller.dump(),
+            "done": rows,
+        }
+        self.plane.store.commit(json.dumps(document, separators=(",", ":")).encode())
+        killpoint("admin_after_save")
+        for slot, completion in finished:
+            self.plane.finish(slot, completion)
+        if finished:
+            killpoint("admin_after_post")
+
+    # -------------------------------------------------------------------------------------------------- vfio-user
+
+    def message(self, packet: Packet) -> None:
+        """A message that the keeper has taken."""
+        self._messages.put_nowait(packet)
+
+    async def _serve_messages(self) -> None:
+        while True:
+            packet = await self._messages.get()
+            self._seq = packet.fields["seq"]
+            self._changed = False
+            replayed = self._seq <= self.applied
+            reply = await self.session.handle(packet.raw, packet.fds, replayed=replayed)
+            if self._changed:
+                self.applied = self._seq
+                self.commit()
+            killpoint("before_reply")
+            self.worker.channel.send(
+                "reply", raw=reply, fds=self.session.reply_fds, client=self.number, seq=self._seq
+            )
+            self.plane.attend(layout.ATTENTION_NONE)
+
+    async def region_read(self, region: int, offset: int, count: int) -> bytes:
+        if region == CONFIG_REGION:
+            return self.pci.read(offset, count)
+        if region == BAR0 and offset < layout.DOORBELLS_OFFSET:
+            return self.controller.register_read(offset, count)
+        # Doorbells read as zero; QEMU keeps the MSI-X table and the pending bits by itself.
+        return bytes(count)
+
+    async def region_write(self, region: int, offset: int, data: bytes, replayed: bool) -> None:
+        if region == BAR0 and offset >= layout.DOORBELLS_OFFSET:
+            self._write_doorbells(offset - layout.DOORBELLS_OFFSET, data)
+            return
+        if replayed:
+            return
+        if region == CONFIG_REGION:
+            self._changed = True
+            if self.pci.write(offset, data):
+                await self.reset(False)
+        elif region == BAR0:
+            self._changed = True
+            await self.controller.register_write(offset, data)
+
+    def _write_doorbells(self, offset: int, data: bytes) -> None:
+        """A doorbell that came as a message with a reply; its store may be repeated."""
+        if offset % 4 or len(data) % 4 or offset + len(data) > layout.BAR_BYTES:
+            return
+        for i, (value,) in enumerate(struct.iter_unpack("<I", data)):
+            at = offset // 4 + i
+            self.plane.doorbells[at] = value
+            queues = self.plane.cqs if at % 2 else self.plane.sqs
+            if at // 2 >= layout.QUEUES or not queues[at // 2].live:
+                self._bad_doorbell(layout.BAD_DOORBELL_REGISTER, at)
+        self.plane.poller.wake()
+
+    def _bad_doorbell(self, kind: int, index: int) -> None:
+        log.warning("client %d: invalid write of doorbell %d", self.number, index)
+        self.controller.doorbell_error(index // 2, no_queue=kind == layout.BAD_DOORBELL_REGISTER)
+        self._changed = True
+
+    async def dma_map(self, iova: int, size: int, flags: int, offset: int, fd: int | None) -> None:
+        await self.plane.dma_map(iova, size, flags, offset, fd)
+        killpoint("mid_dma_map")
+
+    async def dma_unmap(self, iova: int, size: int) -> None:
+        await self.plane.dma_unmap(iova, size)
+
+    async def set_irqs(self, index: int, start: int, count: int, fds: Sequence[int] | None) -> None:
+        if fds is None and count == 0:
+            changed = {key: -1 for key in self.vectors if key[0] == index}
+        else:
+            given = [-1] * count if fds is None else [os.dup(fd) for fd in fds]
+            changed = {(index, start + i): fd for i, fd in enumerate(given)}
+        old = [self.vectors.pop(key) for key in changed if key in self.vectors]
+        for key, fd in changed.items():
+            if fd >= 0:
+                self.vectors[key] = fd
+            if index == IRQ_MSIX:
+                self.plane.set_vectors(key[1], [fd])
+        if old:
+            await self.plane.poller.grace()  # it may be about to write to one of them
+            for fd in old:
+                os.close(fd)
+
+    def adopt_vector(self, index: int, vector: int, fd: int) -> None:
+        """A vector that was connected before this worker; takes ``fd``."""
+        self.vectors[index, vector] = fd
+        if index == IRQ_MSIX:
+            self.plane.set_vectors(vector, [fd])
+
+    async def reset(self, replayed: bool) -> None:
+        if not replayed:
+            self._changed = True
+            self.pci.reset()
+            await self.controller.reset()
+
+    # ------------------------------------------------------------------------------------------------------- NVMe
+
+    def look(self) -> None:
+        """What the poller wants of control, apart from commands: called whenever it has woken control."""
+        record = self.plane.record
+        if record.attention == layout.ATTENTION_WANTED:
+            self.plane.attend(layout.ATTENTION_TAKEN)
+            self.worker.channel.send("take", client=self.number)
+        bad = int(record.bad_doorbell)
+        if bad:
+            record.bad_doorbell = 0
+            self._bad_doorbell(bad >> 32, bad & 0xFFFFFFFF)
+            self.commit()
+
+    def missed(self, slot: int) -> None:
+        """A command that the poller handed over."""
+        if self.plane.inflight[slot].sqid == 0:
+            self._admin.put_nowait(slot)
+        else:
+            task = asyncio.create_task(self._guard(self._serve_io(slot)))
+            self._io.add(task)
+            task.add_done_callback(self._io.discard)
+
+    async def _serve_admin(self) -> None:
+        while True:
+            slot = await self._admin.get()
+            entry = self.plane.inflight[slot]
+            if entry.state != layout.FETCHED or entry.sqid != 0:
+                continue  # a controller reset has dropped it
+            generation, sequence = self.plane.generation, int(entry.sequence)
+            completion = await self.controller.execute(slot, self.plane.sqe(slot))
+            if self.plane.generation != generation or entry.sequence != sequence:
+                continue
+            self.commit([] if completion is None else [(slot, completion)])
+
+    async def _serve_io(self, slot: int) -> None:
+        """An I/O command on a file that io_uring does not do, or cannot: in a thread."""
+        generation = self.plane.generation
+        self.plane.with_control += 1
+        try:
+            completion = await io.execute(self.plane.sqe(slot), self.plane.memory, self.subsystem)
+        finally:
+            self.plane.with_control -= 1
+        if self.plane.generation == generation:
+            self.plane.finish(slot, completion)
+
+    def failed(self, record: Any) -> None:
+        """An I/O command that ended with an error, for the error log."""
+        self.controller.record_error(
+            int(record.sqid), int(record.cid), int(record.status), int(record.nsid), int(record.lba)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The row of nvmf_subsystem_get_controllers."""
+        pairs = sum(1 for qid in range(1, layout.QUEUES) if self.plane.sqs[qid].live)
+        return {
+            "subnqn": self.subsystem.nqn,
+            "cntlid": self.controller.cntlid,
+            "hostnqn": "",
+            "hostid": "00000000-0000-0000-0000-000000000000",
+            "num_io_qpairs": pairs,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, stage times and latency histogram of each live queue, for dpu_get_stats."""
+        queues = []
+        for qid in range(layout.QUEUES):
+            sq, cq = self.plane.sqs[qid], self.plane.cqs[qid]
+            if not sq.live:
+                continue
+            histogram = self.plane.histograms[qid]
+            used = np.nonzero(histogram)[0]
+            names = ("commands", "punts", "errors", "bytes_read", "bytes_written")
+            row: dict[str, Any] = {name: int(sq[name]) for name in names}
+            row |= {"sqid": qid, "entries": int(sq.entries), "fetched": int(sq.fetched), "signals": int(cq.signals)}
+            row["wait_ns"] = self.plane.poller.to_ns(int(sq.ticks_wait))
+            row["serve_ns"] = self.plane.poller.to_ns(int(sq.ticks_serve))
+            row["latency"] = [[layout.bucket_floor_ns(int(i)), int(histogram[i])] for i in used]
+            queues.append(row)
+        return {
+            "nqn": self.subsystem.nqn,
+            "cntlid": self.controller.cntlid,
+            "state": self.controller.state.value,
+            "shadow_doorbells": bool(self.plane.record.shadow),
+            "queues": queues,
+        }

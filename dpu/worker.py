@@ -1,0 +1,405 @@
+"""The worker: what serves, and may be killed. Control (asyncio, this thread) and compiled pollers (one per CPU).
+
+    python -m dpu.worker CHANNEL_FD HEALTH_FD
+
+It imports and compiles, says ``ready``, and waits as the keeper's standby. With ``adopt`` the keeper hands it
+everything that outlives a worker; with ``go`` it takes up every client where the last worker left it, and says ``up``.
+The packets are listed in dpu/keeper.py.
+
+Environment (set by the keeper or for measurements): NUMBA_CACHE_DIR; DPU_EMU_STAMPS=0 takes no time stamps on the
+data path, DPU_EMU_COUNTERS=0 counts nothing, DPU_EMU_SPIN=n idle passes before a poller sleeps, DPU_EMU_URING=0
+does file I/O in threads.
+
+Errors: a fault of ours ends the process; the keeper starts the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+
+from dpu import killpoint, layout
+from dpu.backends import MemoryBackend
+from dpu.channel import Channel, ConfigStore, Health, Packet, from_fd
+from dpu.errors import EmuError
+from dpu.fastpath.poller import SPIN_PASSES, Poller, compile_all
+from dpu.fastpath.uring import NoRing, Ring
+from dpu.guestmap import Mapping
+from dpu.rpc.dispatcher import Dispatcher
+from dpu.rpc.methods import method_table
+from dpu.rpc.server import Server
+from dpu.session import Client
+from dpu.target import Subsystem, Target
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 0.25
+RING_WAIT_S = 5.0
+SUCCESSOR_WAIT_S = 2.0  # how long a new client waits for the controller's last one to be gone
+
+
+def _flag(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
+class Worker:
+    """Satisfies dpu.target's Host."""
+
+    def __init__(self, channel: Channel, health: Health) -> None:
+        self.channel = channel
+        self.health = health
+        self.target = Target(self)
+        self.clients: dict[int, Client] = {}
+        self.pollers: list[Poller] = []
+        self._adopted: list[Packet] = []
+        self._fds: dict[str, int] = {}
+        self._listeners: dict[str, str] = {}
+        self._listening: dict[str, asyncio.Future[str]] = {}
+        self._mappings: dict[str, Mapping] = {}
+        self._ended = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving = False
+
+    # ------------------------------------------------------------------------------------------------- its life
+
+    async def run(self) -> None:
+        """Serve until the keeper closes the channel."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self.channel.fileno(), self._readable)
+        self._beat()
+        self.channel.send("ready", pid=os.getpid())
+        await self._ended.wait()
+
+    def _beat(self) -> None:
+        self.health.beat()
+        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` beside; a fault in it ends the worker."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and task.exception() is not None:
+                log.error("fault of the worker", exc_info=task.exception())
+                os._exit(70)
+
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+
+    def _readable(self) -> None:
+        try:
+            while (packet := self.channel.recv(blocking=False)) is not None:
+                self._packet(packet)
+        except BlockingIOError:
+            return
+        self._ended.set()
+
+    def _packet(self, packet: Packet) -> None:
+        op = packet.op
+        if op in ("adopt", "fd", "listener", "dma", "irq") or (op == "client" and not self._serving):
+            self._adopted.append(packet)
+        elif op == "go":
+            self.spawn(self._go())
+        elif op == "listening":
+            future = self._listening.pop(packet.fields["key"], None)
+            if future is not None and not future.done():
+                future.set_result(packet.fields["error"])
+        elif not self._serving:
+            self._adopted.append(packet)  # messages and ends of connections that follow "go" at once
+        elif op == "client":
+            self.spawn(self._new_client(packet))
+        elif op == "message":
+            client = self.clients.get(packet.fields["client"])
+            if client is None:
+                packet.close()
+            else:
+                client.message(packet)
+        elif op == "gone":
+            self.spawn(self._gone(packet.fields["client"]))
+        else:
+            raise AssertionError(f"packet {op!r}")
+
+    async def _go(self) -> None:
+        """Take over."""
+        packets, self._adopted = self._adopted, []
+        clients = self._sort(packets)
+        config = self.config.load()
+        self.target.from_config(json.loads(config) if config else {}, self._fds)
+        self._start_pollers()
+        for packet in clients:
+            self._adopt_client(packet, [p for p in packets if p.fields.get("client") == packet.fields["client"]])
+        self._drop_orphans()
+        for poller in self.pollers:
+            poller.start()
+        for client, taking in self._starting:
+            client.start(taking=taking)
+        self._serving = True
+        self.channel.send("up")
+        late, self._adopted = self._adopted, []
+        for packet in [p for p in packets if p.op in ("message", "gone")] + late:
+            self._packet(packet)
+        await self.target.recover(self._listeners)
+        dispatcher = Dispatcher(method_table(self.target))
+        self._rpc = Server(self._rpc_socket, dispatcher)
+        await self._rpc.start()
+
+    def _sort(self, packets: list[Packet]) -> list[Packet]:
+        """Take in what the keeper holds; returns the packets of its clients."""
+        for packet in packets:
+            if packet.op == "adopt":
+                self._cpus: list[int] = packet.fields["cpus"]
+                self._rpc_socket = socket.socket(fileno=packet.fds[0])
+                self.config = ConfigStore(packet.fds[1])
+            elif packet.op == "fd":
+                self._fds[packet.fields["key"]] = packet.fds[0]
+            elif packet.op == "listener":
+                self._listeners[packet.fields["key"]] = packet.fields["path"]
+        self._starting: list[tuple[Client, bool]] = []
+        return [packet for packet in packets if packet.op == "client"]
+
+    def _start_pollers(self) -> None:
+        """One per CPU, each with a ring that the keeper holds too. Old rings run empty first: see dpu.fastpath.uring."""
+        for key in [key for key in self._fds if key.startswith("uring/")]:
+            old = Ring(self._fds.pop(key), bytes.fromhex(key.rpartition("/")[2]))
+            while not old.wait_empty(RING_WAIT_S):
+                log.warning("waiting for %d file requests of the last worker", old.in_kernel())
+            old.close()
+            self.unstash(key)
+        words = np.frombuffer(self.health.words, np.uint64)
+        for i, cpu in enumerate(self._cpus or [-1]):
+            ring = self._ring(i)
+            address = int(words.ctypes.data) + 8 * (Health.FIRST_POLLER + i)
+            stamps, spin = bool(_flag("DPU_EMU_STAMPS", 1)), _flag("DPU_EMU_SPIN", SPIN_PASSES)
+            poller = Poller(cpu if cpu >= 0 else None, address, ring, stamps=stamps, spin=spin)
+            poller.record.counters = _flag("DPU_EMU_COUNTERS", 1)
+            poller.record.kill_point = layout.KILL_POINTS.get(killpoint.NAME, 0)
+            poller.record.kill_after = killpoint.parse(os.environ.get(killpoint.VARIABLE, ""))[1]
+            self.pollers.append(poller)
+            asyncio.get_running_loop().add_reader(poller.control_fd, self._woken, poller)
+        self.health.words[Health.POLLERS] = len(self.pollers)
+
+    def _ring(self, number: int) -> Ring | NoRing:
+        try:
+            if not _flag("DPU_EMU_URING", 1):
+                raise EmuError("io_uring is switched off by DPU_EMU_URING=0")
+            ring = Ring.create()
+        except EmuError as error:
+            if number == 0:
+                log.warning("%s; file I/O goes through threads, which is slower", error)
+            return NoRing()
+        self.stash(f"uring/{number}/{ring.parameters.hex()}", ring.fd)
+        return ring
+
+    def poller_for(self, number: int) -> Poller:
+        """The poller of a client, the same for every worker."""
+        return self.pollers[number % len(self.pollers)]
+
+    def memory_of(self, backend: MemoryBackend) -> int:
+        """Address of a memory back end, mapped once."""
+        key = str(backend.uuid)
+        if key not in self._mappings:
+            self._mappings[key] = Mapping(backend.fd, backend.size_bytes)
+        return self._mappings[key].host
+
+    def _trim_mappings(self) -> None:
+        """Unmap memory back ends that are no namespace any more; nothing uses them when this is called."""
+        used = {
+            str(ns.backend.uuid) for subsystem in self.target.subsystems.values() for ns in subsystem.by_nsid.values()
+        }
+        for key in [key for key in self._mappings if key not in used]:
+            self._mappings.pop(key).close()
+
+    def _woken(self, poller: Poller) -> None:
+        """A poller has something for control."""
+        poller.woken()
+        by_index = {client.plane.index: client for client in self.clients.values() if client.plane.poller is poller}
+        for index, slot in poller.misses():
+            if index in by_index:
+                by_index[index].missed(slot)
+        for record in poller.errors():
+            if int(record.controller) in by_index:
+                by_index[int(record.controller)].failed(record)
+        for client in by_index.values():
+            client.look()
+
+    # -------------------------------------------------------------------------------------------------- clients
+
+    @staticmethod
+    def _keys(number: int) -> tuple[str, str]:
+        return f"controller/{number}/state", f"controller/{number}/bar"
+
+    def _make_areas(self, number: int) -> tuple[int, int]:
+        """The kept areas of a new controller. The second one stashed makes the pair complete."""
+        fds = []
+        for key, size in zip(self._keys(number), (layout.STATE_BYTES, layout.BAR_BYTES)):
+            fd = os.memfd_create(key, os.MFD_CLOEXEC)
+            os.ftruncate(fd, size)
+            self.stash(key, fd)
+            fds.append(fd)
+        return fds[0], fds[1]
+
+    def _cntlid(self, subsystem: Subsystem) -> int:
+        taken = {client.controller.cntlid for client in self.clients.values() if client.subsystem is subsystem}
+        return next(number for number in range(1, 65520) if number not in taken)
+
+    def _client(self, packet: Packet, areas: tuple[int, int] | None) -> Client | None:
+        """A client with its controller, not yet serving; None when it cannot be served: then it is dropped."""
+        number, key = packet.fields["client"], packet.fields["listener"]
+        subsystem = self.target.subsystem_of(key)
+        reason = ""
+        if subsystem is None:
+            reason = "its subsystem is gone"
+        elif any(client.subsystem is subsystem for client in self.clients.values()):
+            reason = f"{subsystem.nqn} has a controller in use: make a subsystem for each controller"
+        elif self.poller_for(number).free_index() < 0:
+            reason = f"{layout.CONTROLLERS} controllers are in use"
+        if reason or subsystem is None:
+            log.error("client %d refused: %s", number, reason)
+            packet.close()
+            self.channel.send("drop", client=number, reason=reason)
+            return None
+        client = Client(self, number, key, packet.fds[0], subsystem)
+        client.open(*(areas or self._make_areas(number)), self._cntlid(subsystem))
+        self.clients[number] = client
+        return client
+
+    def _adopt_client(self, packet: Packet, others: list[Packet]) -> None:
+        number = packet.fields["client"]
+        state_fd, bar_fd = (self._fds.pop(key, -1) for key in self._keys(number))
+        if bar_fd < 0 and state_fd >= 0:
+            os.close(state_fd)
+        client = self._client(packet, (state_fd, bar_fd) if bar_fd >= 0 else None)
+        if client is None:
+            return
+        for other in others:
+            fields = other.fields
+            if other.op == "dma":
+                fd = other.fds[0] if other.fds else None
+                client.plane.adopt_dma(fields["iova"], fields["size"], fields["flags"], fields["offset"], fd)
+                other.close()
+            elif other.op == "irq":
+                for i, fd in enumerate(other.fds):
+                    client.adopt_vector(fields["index"], fields["start"] + i, fd)
+        client.restore(packet.raw)
+        self._starting.append((client, bool(packet.fields.get("taking"))))
+
+    def _drop_orphans(self) -> None:
+        """Areas of clients that are gone."""
+        for key in [key for key in self._fds if key.startswith("controller/")]:
+            os.close(self._fds.pop(key))
+            self.unstash(key)
+
+    async def _new_client(self, packet: Packet) -> None:
+        subsystem = self.target.subsystem_of(packet.fields["listener"])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SUCCESSOR_WAIT_S):
+                while any(client.subsystem is subsystem for client in self.clients.values()):
+                    await asyncio.sleep(0.01)  # its end is on its way: a new QEMU connects when the old one has died
+        client = self._client(packet, None)
+        if client is not None:
+            client.start(taking=False)
+
+    async def _gone(self, number: int) -> None:
+        """A connection has ended."""
+        client = self.clients.get(number)
+        if client is not None:
+            await client.close()
+            del self.clients[number]
+            for key in self._keys(number):
+                self.unstash(key)
+        self.channel.send("forget", client=number)
+
+    # ----------------------------------------------------------------------------------------- for the target
+
+    def stash(self, key: str, fd: int) -> None:
+        self.channel.send("stash", fds=[fd], key=key)
+
+    def unstash(self, key: str) -> None:
+        self.channel.send("unstash", key=key)
+
+    async def listen(self, key: str, path: str) -> None:
+        await self._ask("listen", key, path=path)
+        self._listeners[key] = path
+
+    async def unlisten(self, key: str) -> None:
+        self._listeners.pop(key, None)
+        await self._ask("unlisten", key)
+        for client in [client for client in self.clients.values() if client.listener == key]:
+            await self._disconnect(client)
+
+    async def _ask(self, op: str, key: str, **fields: str) -> None:
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._listening[key] = future
+        self.channel.send(op, key=key, **fields)
+        error = await future
+        if error:
+            raise OSError(error)
+
+    async def _disconnect(self, client: Client) -> None:
+        """Close a client's connection; ``gone`` follows and finds nothing left to do."""
+        self.channel.send("drop", client=client.number, reason="its subsystem or listener was removed")
+        await client.close()
+
+    def commit(self, config: dict[str, Any]) -> None:
+        self.config.commit(json.dumps(config, separators=(",", ":")).encode())
+
+    def namespace_added(self, subsystem: Subsystem, nsid: int) -> None:
+        for client in self._clients_of(subsystem):
+            client.plane.set_namespace(nsid, subsystem.backend(nsid))
+            client.controller.namespace_changed(nsid)
+            client.commit()
+
+    async def namespace_removed(self, subsystem: Subsystem, nsid: int) -> None:
+        for client in self._clients_of(subsystem):
+            await client.plane.clear_namespace(nsid)
+            client.controller.namespace_changed(nsid)
+            client.commit()
+        self._trim_mappings()
+
+    async def subsystem_deleted(self, subsystem: Subsystem) -> None:
+        for client in self._clients_of(subsystem):
+            await self._disconnect(client)
+        self._trim_mappings()
+
+    def _clients_of(self, subsystem: Subsystem) -> list[Client]:
+        return [client for client in self.clients.values() if client.subsystem is subsystem and not client.closed]
+
+    def controllers(self) -> list[dict[str, Any]]:
+        return [client.describe() for client in self.clients.values() if not client.closed]
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "pid": os.getpid(),
+            "pollers": [poller.describe() for poller in self.pollers],
+            "controllers": [client.stats() for client in self.clients.values() if not client.closed],
+        }
+
+    def stop(self) -> None:
+        self.channel.send("stop")
+
+
+async def serve(channel: Channel, health: Health) -> None:
+    """The whole life of a worker in one event loop."""
+    await Worker(channel, health).run()
+
+
+def main() -> None:
+    """Entry point of ``python -m dpu.worker``."""
+    logging.basicConfig(level=logging.INFO, format="dpud[%(process)d] %(levelname)s %(name)s: %(message)s")
+    compile_all()
+    channel, health = from_fd(int(sys.argv[1])), Health(int(sys.argv[2]))
+    asyncio.run(serve(channel, health))
+
+
+if __name__ == "__main__":
+    main()
