@@ -292,10 +292,10 @@ def _sockets(asked: Asked) -> Answer:
 
 
 def _files(asked: Asked) -> Answer:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in (soft, hard))
-    fix = f"ulimit -n {FILES_WARN}; the hard limit is set in /etc/security/limits.conf"
-    return _enough(soft, FILES_FAIL, FILES_WARN, f"{soft} open files, {hard} at most", fix)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # dpud raises the soft limit to it
+    count = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    fix = "raise the hard limit: nofile in /etc/security/limits.conf, or the container's --ulimit nofile"
+    return _enough(count, FILES_FAIL, FILES_WARN, f"{count} at most", fix)
 
 
 def _mirror(asked: Asked) -> Answer:

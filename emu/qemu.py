@@ -172,11 +172,13 @@ def _recipe(lock: debs.Lock) -> str:
 
 
 def _private() -> Qemu | None:
-    prefix = paths.cache_dir("qemu") / _recipe(debs.read_lock(LOCK))
+    lock = debs.read_lock(LOCK)
+    prefix = paths.cache_dir("qemu") / _recipe(lock)
     try:
         origin = json.loads((prefix / "origin.json").read_text())
     except FileNotFoundError:
         return None
+    origin["pinned"] = origin["packages"] == debs.origin(lock.debs)
     return Qemu(prefix / "bin" / SYSTEM_EMULATOR, origin["version"], "private", origin)
 
 
@@ -195,16 +197,16 @@ def _make_private(progress: Progress) -> None:
             progress.note(f"{error.message}; taking the QEMU that it has now, if that one works")
             current = make_lock(progress)
             debs.fetch(current.debs, progress)
-            _assemble(current, directory, False, progress)
+            _assemble(current, directory, progress)
             # under the pinned one's name too, so that later runs find it without asking the mirror again
             link = directory / _recipe(lock)
             link.unlink(missing_ok=True)
             link.symlink_to(_recipe(current))
         else:
-            _assemble(lock, directory, True, progress)
+            _assemble(lock, directory, progress)
 
 
-def _assemble(lock: debs.Lock, directory: Path, pinned: bool, progress: Progress) -> None:
+def _assemble(lock: debs.Lock, directory: Path, progress: Progress) -> None:
     final = directory / _recipe(lock)
     if final.exists():
         return
@@ -226,7 +228,7 @@ def _assemble(lock: debs.Lock, directory: Path, pinned: bool, progress: Progress
                 f"the QEMU made of Debian packages fails its test: {wrong}",
                 "set DPU_EMU_QEMU to a QEMU 10.1 or newer of your own",
             )
-        origin = {"version": version, "pinned": pinned, "packages": debs.origin(lock.debs)}
+        origin = {"version": version, "packages": debs.origin(lock.debs)}
         (new / "origin.json").write_text(json.dumps(origin, indent=1))
         new.rename(final)
     finally:

@@ -72,7 +72,7 @@ def test_whatever_is_amiss_has_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accel, "probe_kvm", lambda: (False, "no permission to open /dev/kvm"))
     monkeypatch.setattr(debs, "try_mirror", lambda suite: "404  Not Found")
     monkeypatch.setattr(os, "getloadavg", lambda: (9.0, 9.0, 9.0))
-    monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 512))
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (4096, 2048))
     checks = doctor.run_checks()
     amiss = {check.name for check in checks if check.status != "ok"}
     assert {"KVM", "package mirror", "host load", "open files"} <= amiss
