@@ -24,6 +24,7 @@ from dpu.errors import EmuError
 
 # Everything else is imported by the command that needs it, so that none waits for another's.
 
+_LOG_COLUMNS = 120  # a log has no width of its own
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 _EXIT_CODES = "exit codes: 0 worked, 1 a workload failed, 2 wrong usage or scenario, 3 something is missing here"
@@ -153,7 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(report.to_json())
     else:
-        print_report(report, Console())
+        print_report(report, Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS))
         print(f"report: {path}")
     return OK if report.ok else FAILED
 

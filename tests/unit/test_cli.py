@@ -1,0 +1,319 @@
+"""The emu command: what it accepts, prints and returns. Nothing is started here."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import emu.lab
+import emu.run
+from dpu.errors import EmuError
+from emu import cli
+from emu.accel import Accel
+from emu.daemon import rpc_calls
+from emu.dryrun import as_json
+from emu.images import Image
+from emu.lab import plan
+from emu.qemu import Qemu
+from emu.report import Report
+from emu.scenario import ScenarioError, parse
+from emu.vm import Platform
+from emu.workloads import Result, Sample
+
+PLATFORM = Platform(
+    Qemu(Path("/opt/qemu-system-x86_64"), "11.1", "user"),
+    Accel("tcg", "asked for"),
+    Image(Path("/img/vmlinux"), Path("/img/initrd"), "abc"),
+)
+SCENARIO = """
+[vm.web]
+nvme = ["card.a", "card.b"]
+[dpu.card]
+cpus = [0, 1]
+[dpu.card.nvme.a]
+namespaces = [{ size = "1G", block_size = 4096 }, { backend = "null", size = "1537K" }]
+[dpu.card.nvme.b]
+model = "it's a card"
+namespaces = [{ backend = "file", size = "64M", path = "my disk.raw" }, { backend = "file", size = "1M" }]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(emu.lab, "prepare", lambda config, progress: PLATFORM)
+
+
+def written(text: str, name: str = "x.toml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+# -- check
+
+
+def test_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", written(SCENARIO)]) == 0
+    assert capsys.readouterr().out == "x.toml: ok (1 VM, 1 DPU, 0 workloads)\n"
+    assert cli.main(["check", "demo"]) == 0
+    assert "demo: ok" in capsys.readouterr().out
+    assert cli.main(["check", written("[vm.a]\nx = 1\ny = 2\n")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and re.findall(r"x\.toml:(\d)", said.err) == ["2", "3"]
+    assert cli.main(["check", "nothing.toml"]) == 3
+    assert "cannot read nothing.toml" in capsys.readouterr().err
+
+
+def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--json", written(SCENARIO)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] and document["scenario"]["vm"]["web"]["memory"] == 512 << 20
+    assert cli.main(["check", "--json", written("[vm.a]\nx = 1\n")]) == 2
+    assert json.loads(capsys.readouterr().out)["problems"][0]["where"] == "x.toml:2"
+
+
+# -- errors and exit codes
+
+
+def test_an_error_is_one_line_and_its_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run"]) == 2
+    assert capsys.readouterr().err == (
+        "emu: error: there is nothing to run\n  fix: give a scenario, or --nvme SIZE; `emu run demo` is a start\n"
+    )
+    assert cli.main(["run", "demo", "--nvme", "1G"]) == 2
+    assert cli.main(["run", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["message"], error["exit_code"]) == ("there is nothing to run", 2)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_is_missing_on_the_machine_is_exit_code_3(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Loud(EmuError):
+        def __str__(self) -> str:
+            return super().__str__() + "\nlast console lines:\n  panic"
+
+    async def fail(*arguments: Any) -> Report:
+        raise Loud("no luck", "get some")
+
+    monkeypatch.setattr(emu.run, "run", fail)
+    assert cli.main(["run", "demo", *["--json"] * as_json]) == 3
+    said = capsys.readouterr()
+    if as_json:
+        document = {"message": "no luck", "fix": "get some", "exit_code": 3}
+        assert json.loads(said.out) == {"ok": False, "error": document}
+    else:
+        assert said.err.endswith("emu: error: no luck\n  fix: get some\nlast console lines:\n  panic\n")
+
+
+@pytest.mark.parametrize("arguments", [["no-such-command"], [], ["run", "--accel", "xen"], ["images"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+
+
+def test_ctrl_c_is_130() -> None:
+    program = (
+        "import sys, asyncio, emu.run, emu.cli\n"
+        "async def forever(*arguments):\n"
+        "    print('here', flush=True)\n"
+        "    try: await asyncio.Event().wait()\n"
+        "    finally: print('down', flush=True)\n"
+        "emu.run.run = forever\n"
+        "sys.exit(emu.cli.main(['run', 'demo']))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "here\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "down\n", "emu: interrupted; the lab is down\n")
+
+
+# -- run
+
+
+def fake_run(monkeypatch: pytest.MonkeyPatch, ok: bool) -> list[Any]:
+    calls: list[Any] = []
+
+    async def run(scenario: Any, config: Any, progress: Any) -> Report:
+        calls.append((scenario, config))
+        result = Result("script", "my [bold] script", "web", "card.a", ok, "" if ok else "it broke")
+        result.samples = [Sample("exit_code", 0, "1")]
+        result.files = {"stdout.txt": b"hello"}
+        return Report(scenario.name, scenario.to_json(), workloads=[result])
+
+    monkeypatch.setattr(emu.run, "run", run)
+    return calls
+
+
+def test_run_writes_its_report_and_a_second_run_replaces_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = fake_run(monkeypatch, ok=True)
+    mine = Path("out/x/mine")
+    old = Path("out/x/workloads/09-old/stdout.txt")
+    for _ in range(2):
+        assert cli.main(["run", written(SCENARIO), "--out", "out/x", "--cold", "--accel", "tcg"]) == 0
+        assert "my [bold] script" in capsys.readouterr().out
+        assert json.loads(Path("out/x/report.json").read_text())["ok"]
+        assert Path("out/x/workloads/01-my-bold-script/stdout.txt").read_text() == "hello"
+        assert not old.exists()
+        old.parent.mkdir()
+        old.touch()
+        mine.touch()
+    assert mine.exists()
+    config = calls[0][1]
+    assert (config.restore, config.accel, config.out, config.keep) == (False, "tcg", Path("out/x/lab"), False)
+
+
+def test_run_json_is_the_report_and_a_failed_workload_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run(monkeypatch, ok=False)
+    assert cli.main(["run", "demo", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    (path,) = Path("out").glob("demo-*/report.json")
+    assert document == json.loads(path.read_text())
+    assert (document["schema"], document["ok"]) == (1, False)
+    assert document["workloads"][0]["error"] == "it broke"
+    assert cli.main(["run", "demo"]) == 1
+    assert "it broke" in capsys.readouterr().out
+
+
+def test_an_output_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_run(monkeypatch, ok=True)
+    Path("file").touch()
+    assert cli.main(["run", "demo", "--out", "file"]) == 3
+    assert "cannot write the report below file" in capsys.readouterr().err
+
+
+# -- without a scenario
+
+
+def test_options_make_a_scenario() -> None:
+    scenario = cli.scenario_of_options(
+        ["1G", "64M,backend=file,block_size=4096,path=x.raw"], ["fio:randwrite,iodepth=8,runtime=2s", "verify"]
+    )
+    (vm,) = scenario.vms.values()
+    assert vm.nvme == ("card.disk0", "card.disk1")
+    namespace = scenario.dpus["card"].nvme["disk1"].namespaces[0]
+    assert (namespace.backend, namespace.size, namespace.block_size, namespace.path) == (
+        "file",
+        64 << 20,
+        4096,
+        "x.raw",
+    )
+    shown = [(params.type, params.device) for params in scenario.workloads]
+    assert shown == [(kind, f"card.disk{disk}") for kind in ("fio", "verify") for disk in (0, 1)]
+    assert (scenario.workloads[0].rw, scenario.workloads[0].iodepth, scenario.workloads[0].runtime) == (
+        "randwrite",
+        8,
+        2,
+    )
+    assert [params.type for params in cli.scenario_of_options(["1G"], []).workloads] == ["verify"]
+
+
+@pytest.mark.parametrize(
+    ("nvme", "workload", "expected"),
+    [
+        ("1X", "verify", "--nvme 1X: size: '1X' is not a size"),
+        ("1G,blck=4", "verify", '--nvme 1G,blck=4: unknown key "blck"'),
+        ("1G,blck", "verify", '"blck" in "1G,blck" is not KEY=VALUE'),
+        ("1G", "fio:randred", '--workload fio:randred: unknown rw "randred"; did you mean "randread"?'),
+        ("1G", "fo", '--workload fo: unknown workload type "fo"; did you mean "fio"?'),
+        ("1G", "verify:x", "--workload verify:x: verify takes nothing after a colon"),
+    ],
+)
+def test_wrong_options_are_named(nvme: str, workload: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "--nvme", nvme, "--workload", workload]) == 2
+    assert expected in capsys.readouterr().err
+
+
+# -- dry run
+
+
+def test_spdk_rpc_lines_send_what_the_lab_sends() -> None:
+    """The judge is spdk-rpc itself: with --dry-run it prints the request that it would send."""
+    config = parse(SCENARIO, "x.toml", Path()).lab_config()
+    directory = Path("/d")
+    lines = as_json(config, plan(config, PLATFORM, directory), directory)["dpus"]["card"]["spdk_rpc"]
+    expected = rpc_calls(config.dpus[0], directory / "card", directory)
+    assert len(lines) == len(expected) == 13
+    program = "import sys; from spdk.spdk_rpc import main; sys.exit(main())"
+    for line, (method, parameters) in zip(lines, expected, strict=True):
+        assert line[:3] == ["spdk-rpc", "-s", "/d/card/rpc"]
+        done = subprocess.run(
+            [sys.executable, "-c", program, "--dry-run", *line[1:]], capture_output=True, text=True, check=True
+        )
+        request = json.loads(done.stdout.partition("Request:")[2])
+        assert request["method"] == method
+        # What spdk-rpc adds of its own are flags that are off, and one of NVMe over TCP that is on.
+        added = {key: request["params"][key] for key in request["params"].keys() - parameters.keys()}
+        added.pop("c2h_success", None)
+        assert not any(added.values()), added
+        assert {key: request["params"][key] for key in parameters} == parameters
+
+
+def test_dry_run_prints_lines_that_a_shell_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", written(SCENARIO), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    lines = [shlex.split(line) for line in text.splitlines() if line and not line.startswith("#")]
+    (qemu,) = (line for line in lines if line[0] == "/opt/qemu-system-x86_64")
+    devices = [json.loads(word) for word in qemu if word.startswith("{")]
+    sockets = [device["socket"]["path"] for device in devices]
+    listeners = [line[line.index("-a") + 1] for line in lines if "nvmf_subsystem_add_listener" in line]
+    assert sockets == [f"{listener}/cntrl" for listener in listeners]
+    (mkdir,) = (line for line in lines if line[0] == "mkdir")
+    assert set(listeners) <= set(mkdir)
+    truncates = {line[3]: line[2] for line in lines if line[0] == "truncate"}
+    opened = [line[line.index("bdev_aio_create") + 1] for line in lines if "bdev_aio_create" in line]
+    assert list(truncates) == opened and list(truncates.values()) == [str(64 << 20), str(1 << 20)]
+    assert not Path("out").exists()
+
+    assert cli.main(["run", written(SCENARIO), "--dry-run", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["vms"]["web"]["qemu"] == qemu
+    assert [json.loads(device) for device in document["vms"]["web"]["devices"]] == devices
+
+
+# -- the others
+
+
+def test_clean_doctor_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["clean", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "removed": True, "found": []}
+    import emu.doctor
+
+    for code, expected in ((0, 0), (1, 3)):
+        monkeypatch.setattr(emu.doctor, "doctor", lambda *a, code=code, **k: code)
+        assert cli.main(["doctor", "--offline"]) == expected
+    import emu.images
+
+    monkeypatch.setattr(emu.images, "images", lambda: [{"digest": "d1", "kernel": "6.12", "current": True}])
+    assert cli.main(["images", "list"]) == 0
+    assert capsys.readouterr().out == "d1  kernel 6.12  (current)\n"
+    assert cli.main(["images", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["images"][0]["digest"] == "d1"
+
+
+def test_scenario_errors_count_once() -> None:
+    with pytest.raises(ScenarioError) as caught:
+        cli.scenario_of_options(["1G", "2G"], ["fio:x"])
+    assert len(caught.value.problems) == 1
