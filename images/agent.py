@@ -48,6 +48,7 @@ HEAD_BYTES = 13
 JSON_BYTES_MAX = 65536
 RAW_BYTES_MAX = 65536
 FRAME_BYTES_MAX = HEAD_BYTES + JSON_BYTES_MAX + RAW_BYTES_MAX
+READ_BYTES = 16384  # the kernel hands out 4 KiB at a time; a larger buffer only costs its making
 
 SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25  # signal(7); the signal module is slow to import
 RNDADDENTROPY = 0x40085203  # linux/random.h: _IOW('R', 3, int[2])
@@ -253,7 +254,7 @@ class Agent:
     def receive(self) -> None:
         while True:
             try:
-                data = os.read(self.port, FRAME_BYTES_MAX)
+                data = os.read(self.port, READ_BYTES)
             except BlockingIOError:
                 return
             if not data:  # no host

@@ -336,7 +336,9 @@ def test_nonsense_from_a_host_is_answered_and_survived(tmp_path: Path) -> None:
 # -- hosts come and go
 
 
-def test_next_host_finds_an_agent_in_the_middle_of_a_frame(tmp_path: Path) -> None:
+def test_next_host_finds_an_agent_in_the_middle_of_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emu.guest.HELLO_AGAIN_S", 0.1)
+
     async def scenario(port: Port, guest: Guest) -> None:
         frame = agent.pack({"id": 9, "op": "ping"}, bytes(60_000))
         for cut in (1, 5, agent.HEAD_BYTES, 30, 59_000):
