@@ -83,9 +83,7 @@ class VfioUserClient:
     def __enter__(self) -> VfioUserClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
@@ -175,9 +173,7 @@ class VfioUserClient:
         self.send_raw(header + answer)
 
     # --- commands
-    def negotiate(
-        self, capabilities: dict[str, Any] | None = None, *, version: tuple[int, int] = (0, 0)
-    ) -> None:
+    def negotiate(self, capabilities: dict[str, Any] | None = None, *, version: tuple[int, int] = (0, 0)) -> None:
         """VERSION: `capabilities=None` sends what QEMU sends, `{}` the bare 4 bytes of SPDK."""
         if capabilities is None:
             capabilities = {
