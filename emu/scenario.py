@@ -336,9 +336,7 @@ class _Checker:
         kind = _table(raw).get("type")
         if not isinstance(kind, str) or kind not in WORKLOADS:
             at = (*path, "type") if kind is not None else path
-            self.problem(
-                at, "type is missing" if kind is None else _unknown("workload type", kind, WORKLOADS)
-            )
+            self.problem(at, "type is missing" if kind is None else _unknown("workload type", kind, WORKLOADS))
             return None
         params = self.part(WORKLOADS[kind].params, raw, path)
         common = params or self.common(raw)
@@ -416,9 +414,7 @@ class _Checker:
         namespaces = raw.get("namespaces", [{}])
         if isinstance(namespaces, list) and params.nsid > len(namespaces):
             count = len(namespaces)
-            self.problem(
-                (*path, "nsid"), f'controller "{device}" has namespace{"s" * (count > 1)} 1 to {count}'
-            )
+            self.problem((*path, "nsid"), f'controller "{device}" has namespace{"s" * (count > 1)} 1 to {count}')
 
 
 def _table(raw: Any) -> Mapping[str, Any]:

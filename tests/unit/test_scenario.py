@@ -96,9 +96,7 @@ def test_a_scenario_becomes_the_lab_that_it_describes() -> None:
 
 
 def test_the_only_vm_and_the_only_controller_need_no_naming() -> None:
-    scenario = parse(
-        '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n[[workload]]\ntype = "verify"\n', "x.toml", Path()
-    )
+    scenario = parse('[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n[[workload]]\ntype = "verify"\n', "x.toml", Path())
     assert [(params.vm, params.device) for params in scenario.workloads] == [("a", "d.c")]
 
 
@@ -228,9 +226,7 @@ def test_what_is_no_size(text: str | int) -> None:
         parse_size(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("20s", 20.0), ("500ms", 0.5), ("2m", 120.0), ("1.5h", 5400.0)]
-)
+@pytest.mark.parametrize(("text", "expected"), [("20s", 20.0), ("500ms", 0.5), ("2m", 120.0), ("1.5h", 5400.0)])
 def test_durations(text: str, expected: float) -> None:
     assert parse_duration(text) == expected
 

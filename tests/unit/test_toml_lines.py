@@ -76,18 +76,14 @@ def test_lines_of_every_kind_of_key() -> None:
     ("path", "line"),
     [(("workload", 1, "missing"), 24), (("nothing",), 1), (("vm", "web", "args", 9), 6)],
 )
-def test_line_of_something_absent_is_that_of_what_surrounds_it(
-    path: tuple[str | int, ...], line: int
-) -> None:
+def test_line_of_something_absent_is_that_of_what_surrounds_it(path: tuple[str | int, ...], line: int) -> None:
     assert line_of(key_lines(DOCUMENT), path) == line
 
 
 _LEAVES = st.one_of(
     st.integers(-5, 5).map(str),
     st.booleans().map(lambda value: str(value).lower()),
-    st.sampled_from(
-        ['"a = [1]"', "'#'", '"\\""', '""', "''", "1979-05-27 07:32:00", '"""x\n[y]\n"""', "[]", "{}"]
-    ),
+    st.sampled_from(['"a = [1]"', "'#'", '"\\""', '""', "''", "1979-05-27 07:32:00", '"""x\n[y]\n"""', "[]", "{}"]),
 )
 _VALUES = st.recursive(
     _LEAVES,
