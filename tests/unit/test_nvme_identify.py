@@ -1,0 +1,163 @@
+"""Identify data by byte offset (NVMe Base 2.0 figures 275-280, NVM Command Set 1.0 figure 97)."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from tests.support.nvme_host import BUFFER, PAGE, UNMAPPED, Host
+
+INVALID_FIELD, INVALID_NAMESPACE = 0x002, 0x00B
+
+
+def u16(data: bytes, offset: int) -> int:
+    return int.from_bytes(data[offset : offset + 2], "little")
+
+
+def u32(data: bytes, offset: int) -> int:
+    return int.from_bytes(data[offset : offset + 4], "little")
+
+
+def u64(data: bytes, offset: int) -> int:
+    return int.from_bytes(data[offset : offset + 8], "little")
+
+
+def test_identify_controller() -> None:
+    data = Host().identify(0x01)
+    assert u16(data, 0) == 0x1DE5  # VID
+    assert u16(data, 2) == 0x1DE5  # SSVID
+    assert data[4:24] == b"SER-1".ljust(20)
+    assert data[24:64] == b"Unit test model".ljust(40)
+    assert data[64:72] == b"1.0".ljust(8)
+    assert data[72] == 0  # RAB
+    assert data[73:76] == bytes([0, 0, 2])  # IEEE
+    assert data[76] == 0  # CMIC
+    assert data[77] == 6  # MDTS
+    assert u16(data, 78) == 5  # CNTLID
+    assert u32(data, 80) == 0x00020000  # VER
+    assert u32(data, 92) == 1 << 8  # OAES: namespace attribute notices
+    assert u32(data, 96) == 0  # CTRATT
+    assert data[111] == 1  # CNTRLTYPE: I/O controller
+    assert u16(data, 256) == 1 << 8  # OACS: Doorbell Buffer Config
+    assert data[258] == 3  # ACL
+    assert data[259] == 3  # AERL
+    assert data[260] == 0b0011  # FRMW: one slot, read-only
+    assert data[261] == 0b100111  # LPA
+    assert data[262] == 63  # ELPE
+    assert data[263] == 0  # NPSS
+    assert data[264] == 1  # AVSCC
+    assert (u16(data, 266), u16(data, 268)) == (343, 353)  # WCTEMP, CCTEMP
+    assert u16(data, 320) == 0  # KAS
+    assert data[512] == 0x66  # SQES
+    assert data[513] == 0x44  # CQES
+    assert u16(data, 514) == 1024  # MAXCMD
+    assert u32(data, 516) == 8  # NN
+    assert u16(data, 520) == 0b1011101  # ONCS: Compare, DSM, Write Zeroes, Save/Select, Timestamp
+    assert u16(data, 522) == 0  # FUSES
+    assert data[524] == 0  # FNA
+    assert data[525] == 0b101  # VWC: present, Flush of FFFFFFFFh refused
+    assert (u16(data, 526), u16(data, 528)) == (0, 0)  # AWUN, AWUPF: one block
+    assert u32(data, 536) == 0  # SGLS
+    assert data[768:1024] == b"nqn.2026-01.org.example:unit".ljust(256, b"\0")
+    assert data[2048:2080] == bytes(32)  # PSD0
+    assert data[3072:] == bytes(1024)
+
+
+def test_identify_namespace() -> None:
+    host = Host()
+    data = host.identify(0x00, nsid=1)
+    assert (u64(data, 0), u64(data, 8), u64(data, 16)) == (0x12345678,) * 3  # NSZE, NCAP, NUSE
+    assert data[24] == 0  # NSFEAT
+    assert (data[25], data[26]) == (0, 0)  # NLBAF (0's based), FLBAS
+    assert data[33] == 1  # DLFEAT: deallocated blocks read zeroes
+    assert data[99] == 0  # NSATTR
+    assert data[104:120] == bytes(range(1, 17))  # NGUID
+    assert data[120:128] == bytes(range(0x21, 0x29))  # EUI64
+    assert u32(data, 128) == 9 << 16  # LBAF0: 512 bytes, no metadata
+    assert data[132:] == bytes(PAGE - 132)
+
+    data = host.identify(0x00, nsid=3)
+    assert u64(data, 0) == 77
+    assert data[33] == 0
+    assert data[99] == 1  # write protected
+    assert u32(data, 128) == 12 << 16
+
+
+@pytest.mark.parametrize("cns", [0x00, 0x05, 0x08])
+def test_inactive_namespace_is_all_zeroes(cns: int) -> None:
+    assert Host().identify(cns, nsid=2) == bytes(PAGE)
+
+
+@pytest.mark.parametrize("cns", [0x00, 0x03, 0x05, 0x08])
+@pytest.mark.parametrize("nsid", [0, 9, 0xFFFFFFFE, 0xFFFFFFFF])
+def test_invalid_nsid(cns: int, nsid: int) -> None:
+    assert Host().code(0x06, nsid=nsid, cdw={10: cns}) == INVALID_NAMESPACE
+
+
+@pytest.mark.parametrize("cns", [0x01, 0x06, 0x1C])
+def test_nsid_where_it_is_not_used(cns: int) -> None:
+    assert Host().code(0x06, nsid=1, cdw={10: cns | 0xFFFF << 16}) == INVALID_FIELD
+
+
+@pytest.mark.parametrize("cns", [0x02, 0x07])
+def test_active_namespace_list(cns: int) -> None:
+    host = Host()
+    assert host.identify(cns, nsid=0) == struct.pack("<II", 1, 3).ljust(PAGE, b"\0")
+    assert host.identify(cns, nsid=1) == struct.pack("<I", 3).ljust(PAGE, b"\0")
+    assert host.identify(cns, nsid=3) == bytes(PAGE)
+    assert host.identify(cns, nsid=0xFFFFFFFD) == bytes(PAGE)
+    for nsid in (0xFFFFFFFE, 0xFFFFFFFF):
+        assert host.code(0x06, nsid=nsid, cdw={10: cns}) == INVALID_NAMESPACE
+
+
+def test_namespace_descriptors() -> None:
+    host = Host()
+    data = host.identify(0x03, nsid=1)
+    expected = bytes([1, 8, 0, 0]) + bytes(range(0x21, 0x29))
+    expected += bytes([2, 16, 0, 0]) + bytes(range(1, 17))
+    expected += bytes([3, 16, 0, 0]) + bytes(range(0x41, 0x51))
+    expected += bytes([4, 1, 0, 0, 0])
+    assert data == expected.ljust(PAGE, b"\0")
+    # Identifiers that a namespace does not have are left out.
+    data = host.identify(0x03, nsid=3)
+    assert data.startswith(bytes([3, 16, 0, 0]) + bytes(range(0x61, 0x71)) + bytes([4, 1, 0, 0, 0]))
+    # Inactive: nothing to describe.
+    assert host.code(0x06, nsid=2, cdw={10: 3}) == INVALID_NAMESPACE
+
+
+def test_command_set_structures() -> None:
+    host = Host()
+    assert host.identify(0x05, nsid=1) == bytes(PAGE)
+    assert host.identify(0x06) == bytes(PAGE)
+    assert host.identify(0x08, nsid=1)[14] == 1  # NSTAT.NRDY
+    assert host.identify(0x08, nsid=3)[8] == 1  # NSATTR: write protected
+    assert host.identify(0x1C, cntid=0xFFFF) == struct.pack("<Q", 1).ljust(PAGE, b"\0")
+    assert host.identify(0x1C, cntid=5) == struct.pack("<Q", 1).ljust(PAGE, b"\0")
+    assert host.code(0x06, cdw={10: 0x1C | 6 << 16}) == INVALID_FIELD
+    for cns, nsid in ((0x05, 1), (0x06, 0), (0x07, 0)):
+        assert host.code(0x06, nsid=nsid, cdw={10: cns, 11: 2 << 24}) == INVALID_FIELD
+
+
+@pytest.mark.parametrize("cns", [0x04, 0x09, 0x10, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18, 0x19, 0xFF])
+def test_other_cns_values(cns: int) -> None:
+    assert Host().code(0x06, cdw={10: cns}) == INVALID_FIELD
+
+
+def test_data_over_two_pages_and_the_errors_of_prps() -> None:
+    host = Host()
+    whole = host.identify(0x01)
+    host.memory.data[BUFFER : BUFFER + 4 * PAGE] = b"\xee" * (4 * PAGE)
+    assert host.code(0x06, prp1=BUFFER + 0xE00, prp2=BUFFER + 3 * PAGE, cdw={10: 1}) == 0
+    assert host.memory.read(BUFFER + 0xE00, 0x200) == whole[:0x200]
+    assert host.memory.read(BUFFER + 3 * PAGE, PAGE - 0x200) == whole[0x200:]
+    assert host.memory.read(BUFFER + PAGE, PAGE) == b"\xee" * PAGE
+    assert host.memory.read(BUFFER + 4 * PAGE - 0x200, 0x200) == b"\xee" * 0x200
+
+    assert host.code(0x06, prp1=BUFFER + 2, prp2=0, cdw={10: 1}) == 0x013  # PRP1 is no dword address
+    assert host.code(0x06, prp1=BUFFER + 4, prp2=BUFFER + PAGE + 8, cdw={10: 1}) == 0x013
+    result = host.submit(0x06, prp1=UNMAPPED, cdw={10: 1})
+    assert result is not None
+    assert (result.code, result.dnr) == (0x004, False)
+    assert host.code(0x06, prp1=BUFFER + 4, prp2=UNMAPPED, cdw={10: 1}) == 0x004
+    assert host.code(0x06, prp1=0xFFFFFFFFFFFFF000, prp2=0, cdw={10: 1}) == 0x004
