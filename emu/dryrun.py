@@ -2,6 +2,8 @@
 
 The commands are :func:`emu.lab.plan`'s, which are those of the lab itself. ``SPDK_RPC`` has a row for each JSON-RPC
 method in it: the arguments that make spdk-rpc send the same.
+
+Limits: spdk-rpc takes the size of a null namespace in whole MiB only, and refuses the line of any other.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ nvme = ["card.a", "card.b"]
 [dpu.card]
 cpus = [0, 1]
 [dpu.card.nvme.a]
-namespaces = [{ size = "1G", block_size = 4096 }, { backend = "null", size = "1537K" }]
+namespaces = [{ size = "1537K", block_size = 512 }, { backend = "null", size = "3M" }]
 [dpu.card.nvme.b]
 model = "it's a card"
 namespaces = [{ backend = "file", size = "64M", path = "my disk.raw" }, { backend = "file", size = "1M" }]
