@@ -312,7 +312,9 @@ class Plane:
         if isinstance(backend, MemoryBackend):
             kind, row.host = layout.KIND_MEMORY, self._memory_of(backend)
         elif isinstance(backend, FileBackend):
-            kind, row.direct_fd, row.align = layout.KIND_FILE, backend.direct_fd, backend.dio_align_bytes - 1
+            kind, row.align = layout.KIND_FILE, backend.dio_align_bytes - 1
+            # Without the right to write there is no lock to fence requests of a killed worker with (dpu.worker).
+            row.direct_fd = -1 if backend.readonly else backend.direct_fd
         row.kind = kind
 
     async def clear_namespace(self, nsid: int) -> None:

@@ -51,9 +51,7 @@ MODEL_BYTES_MAX = 40
 SOCKET_PATH_BYTES_MAX = 107
 CONFIG_VERSION = 1
 
-_NQN_UUID = re.compile(
-    r"nqn\.2014-08\.org\.nvmexpress:uuid:[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
-)
+_NQN_UUID = re.compile(r"nqn\.2014-08\.org\.nvmexpress:uuid:[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _NQN_DOMAIN = re.compile(
     r"nqn\.\d{4}-(0[1-9]|1[0-2])"
     r"(\.[A-Za-z]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)+"
@@ -219,8 +217,7 @@ class Subsystem:
             "allow_any_host": self.allow_any_host,
             "namespaces": [namespace.to_config() for namespace in self.by_nsid.values()],
             "listeners": [
-                {"traddr": listener.traddr, "trsvcid": listener.trsvcid}
-                for listener in self.listeners.values()
+                {"traddr": listener.traddr, "trsvcid": listener.trsvcid} for listener in self.listeners.values()
             ],
         }
 
@@ -328,9 +325,7 @@ class Target:
 
     def _claimed(self, backend: Backend) -> bool:
         return any(
-            namespace.backend is backend
-            for one in self.subsystems.values()
-            for namespace in one.by_nsid.values()
+            namespace.backend is backend for one in self.subsystems.values() for namespace in one.by_nsid.values()
         )
 
     def describe_bdev(self, backend: Backend) -> dict[str, Any]:
@@ -559,9 +554,7 @@ class Target:
                     f"nsid {nsid or 'any'} of {nqn!r} is taken, or above its max_namespaces "
                     f"{subsystem.max_namespaces}"
                 )
-            namespace = Namespace(
-                nsid, backend, uuid or backend.uuid, nguid or backend.uuid.bytes, eui64 or bytes(8)
-            )
+            namespace = Namespace(nsid, backend, uuid or backend.uuid, nguid or backend.uuid.bytes, eui64 or bytes(8))
             with self._change():
                 subsystem.by_nsid[nsid] = namespace
             try:

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import itertools
 import json
 import logging
 import os
 import socket
+import struct
 import sys
 from collections.abc import Coroutine
 from typing import Any
@@ -28,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from dpu import killpoint, layout
-from dpu.backends import MemoryBackend
+from dpu.backends import Backend, FileBackend, MemoryBackend
 from dpu.channel import Channel, ConfigStore, Health, Packet, from_fd
 from dpu.errors import EmuError
 from dpu.fastpath.poller import SPIN_PASSES, Poller, compile_all
@@ -43,7 +46,8 @@ from dpu.target import Subsystem, Target
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
-RING_WAIT_S = 5.0
+FENCE_POLL_S = 0.001
+_OFD_SETLK = 37  # <fcntl.h>; the fcntl module has it from Python 3.13 on
 SUCCESSOR_WAIT_S = 2.0  # how long a new client waits for the controller's last one to be gone
 
 
@@ -135,6 +139,8 @@ class Worker:
         clients = self._sort(packets)
         config = self.config.load()
         self.target.from_config(json.loads(config) if config else {}, self._fds)
+        for backend in self.target.bdevs.values():
+            await self._fence(backend)
         self._start_pollers()
         for packet in clients:
             self._adopt_client(packet, [p for p in packets if p.fields.get("client") == packet.fields["client"]])
@@ -167,14 +173,27 @@ class Worker:
         self._starting: list[tuple[Client, bool]] = []
         return [packet for packet in packets if packet.op == "client"]
 
+    async def _fence(self, backend: Backend) -> None:
+        """Wait until no request of an earlier worker is under way on a file.
+
+        What a killed worker gave to io_uring with O_DIRECT still finishes by itself, into guest memory and into the
+        file; a command executed again before that could be overtaken by its own older self. Such a request holds
+        the open file that it was made on, so a lock of that open file is free when the last one has ended.
+        """
+        if not isinstance(backend, FileBackend) or backend.direct_fd < 0 or backend.readonly:
+            return
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        for waited in itertools.count():
+            try:
+                fcntl.fcntl(backend.direct_fd, _OFD_SETLK, lock)
+                return
+            except BlockingIOError:
+                if waited * FENCE_POLL_S % 5 == 4:
+                    log.warning("bdev %s: waiting for the last worker's file requests", backend.name)
+                await asyncio.sleep(FENCE_POLL_S)
+
     def _start_pollers(self) -> None:
-        """One per CPU, each with a ring that the keeper holds too. Old rings run empty first: see dpu.fastpath.uring."""
-        for key in [key for key in self._fds if key.startswith("uring/")]:
-            old = Ring(self._fds.pop(key), bytes.fromhex(key.rpartition("/")[2]))
-            while not old.wait_empty(RING_WAIT_S):
-                log.warning("waiting for %d file requests of the last worker", old.in_kernel())
-            old.close()
-            self.unstash(key)
+        """One per CPU."""
         words = np.frombuffer(self.health.words, np.uint64)
         for i, cpu in enumerate(self._cpus or [-1]):
             ring = self._ring(i)
@@ -192,13 +211,11 @@ class Worker:
         try:
             if not _flag("DPU_EMU_URING", 1):
                 raise EmuError("io_uring is switched off by DPU_EMU_URING=0")
-            ring = Ring.create()
+            return Ring.create()
         except EmuError as error:
             if number == 0:
                 log.warning("%s; file I/O goes through threads, which is slower", error)
             return NoRing()
-        self.stash(f"uring/{number}/{ring.parameters.hex()}", ring.fd)
-        return ring
 
     def poller_for(self, number: int) -> Poller:
         """The poller of a client, the same for every worker."""
@@ -354,6 +371,7 @@ class Worker:
         self.config.commit(json.dumps(config, separators=(",", ":")).encode())
 
     def namespace_added(self, subsystem: Subsystem, nsid: int) -> None:
+        self.spawn(self._fence(subsystem.backend(nsid)))
         for client in self._clients_of(subsystem):
             client.plane.set_namespace(nsid, subsystem.backend(nsid))
             client.controller.namespace_changed(nsid)

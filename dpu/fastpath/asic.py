@@ -322,12 +322,12 @@ def map_lookup(ns: Any, lba: int) -> int:
 def count_command(p: Any, c: Any, entry: Any, sq: Any, status: int) -> None:
     """Counters, stamps and histogram of a command that ends."""
     sqid = entry.sqid
-    op = int(entry.sqe.opcode)
+    op = signed(entry.sqe.opcode)
     sq.commands += 1
     if status:
         sq.errors += 1
     if sqid:
-        nsid = int(entry.sqe.nsid)
+        nsid = signed(entry.sqe.nsid)
         if 0 < nsid <= NAMESPACES:
             space = view(c.state + SPACE_OFFSET, NAMESPACES, SPACE)[nsid - 1]
             if status:
@@ -364,10 +364,10 @@ def report_error(p: Any, c: Any, entry: Any, status: int) -> None:
     record = view(p.errors + RING_DATA, ERROR_ENTRIES, ERROR_RECORD)[tail % ERROR_ENTRIES]
     record.controller = c.index
     record.sqid = entry.sqid
-    record.cid = int(entry.sqe.cid)
+    record.cid = signed(entry.sqe.cid)
     record.status = status
-    record.nsid = int(entry.sqe.nsid)
-    record.lba = int(entry.sqe.cdw10) | (int(entry.sqe.cdw11) & 0x7FFFFFFF) << 32
+    record.nsid = signed(entry.sqe.nsid)
+    record.lba = signed(entry.sqe.cdw10) | (signed(entry.sqe.cdw11) & 0x7FFFFFFF) << 32
     store_u64(p.errors + RING_TAIL, tail + 1)
     p.kick = 1
 
@@ -396,7 +396,7 @@ def write_completion(p: Any, c: Any, slot: int, entry: Any, cq: Any, local: Any)
 @compiled
 def entry_cqid(c: Any, entry: Any) -> int:
     """The CQ of an in-flight entry."""
-    return int(view(c.state + SQ_OFFSET, QUEUES, SQ)[entry.sqid].cqid)
+    return signed(view(c.state + SQ_OFFSET, QUEUES, SQ)[entry.sqid].cqid)
 
 
 @compiled
@@ -422,7 +422,7 @@ def post(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
     entry.status = status
     entry.cq_count = cq.posted
     entry.cqe_low = entry.dw0
-    high = locals_[entry.sqid].sq_head | entry.sqid << 16 | int(entry.sqe.cid) << 32
+    high = locals_[entry.sqid].sq_head | entry.sqid << 16 | signed(entry.sqe.cid) << 32
     entry.cqe_high = signed(high | (status << 1 | local.cq_phase) << 48)
     store_u64(c.state + INFLIGHT_OFFSET + INFLIGHT_BYTES * slot + INFLIGHT_STATE, POSTING)
     kill_at(p, _EXECUTED)
@@ -485,7 +485,7 @@ def to_control(p: Any, c: Any, slot: int, entry: Any) -> int:
 def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: int) -> int:
     """Read, Write or Compare ``blocks`` logical blocks at ``lba``, already checked against the namespace."""
     sqe = entry.sqe
-    op = int(sqe.opcode)
+    op = signed(sqe.opcode)
     length = blocks << ns.shift
     if length > TRANSFER_MAX:
         return _INVALID_FIELD
@@ -518,7 +518,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
         odd |= segments[i].host | segments[i].size
     if fd < 0 or odd & ns.align:
         fd = ns.fd
-    flags = _DSYNC if op == _WRITE and int(sqe.cdw12) & _FUA else 0
+    flags = _DSYNC if op == _WRITE and signed(sqe.cdw12) & _FUA else 0
     u = view(p.uring, 1, URING)[0]
     tag = c.index << 32 | slot
     uring_prepare(u, _OP_READV if op == _READ else _OP_WRITEV, fd, lba << ns.shift, out, count, flags, tag)
@@ -545,7 +545,7 @@ def write_zeroes(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, block
     operations = clear(p, c, slot, entry, ns, lba << ns.shift, blocks << ns.shift)
     if operations == 0:
         return _OK
-    if int(entry.sqe.cdw12) & _FUA:
+    if signed(entry.sqe.cdw12) & _FUA:
         u = view(p.uring, 1, URING)[0]
         index = (load_u32(u.sq_tail) - 1) & u.sq_mask
         view(u.sqes, u.sq_mask + 1, URING_SQE)[index].flags = _LINK
@@ -581,7 +581,7 @@ def in_range(ns: Any, lba: int, blocks: int) -> bool:
 def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     """Dataset Management (NVM 3.2.3): the Deallocate attribute; other attributes are hints."""
     sqe = entry.sqe
-    count = (int(sqe.cdw10) & 0xFF) + 1  # 0's based
+    count = (signed(sqe.cdw10) & 0xFF) + 1  # 0's based
     local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
     out = c.segments + slot * SEGMENT_LIST_BYTES
     found = walk_prps(c, local, sqe, count * 16, DMA_READ, out)
@@ -594,15 +594,15 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
         at += segments[i].size
     ranges = view(p.scratch, count, RANGE)
     for i in range(count):
-        if not in_range(ns, ranges[i].slba, int(ranges[i].nlb)):
+        if not in_range(ns, ranges[i].slba, signed(ranges[i].nlb)):
             return _LBA_RANGE
-    if not int(sqe.cdw11) & _DEALLOCATE:
+    if not signed(sqe.cdw11) & _DEALLOCATE:
         return _OK
     if ns.readonly:
         return _WRITE_PROTECTED
     operations = 0
     for i in range(count):
-        size = int(ranges[i].nlb) << ns.shift
+        size = signed(ranges[i].nlb) << ns.shift
         if size and ns.discard:
             operations += clear(p, c, slot, entry, ns, ranges[i].slba << ns.shift, size)
     return to_uring(p, c, slot, entry, operations) if operations else _OK
@@ -614,10 +614,10 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     if entry.sqid == 0:
         return to_control(p, c, slot, entry)
     sqe = entry.sqe
-    if int(sqe.flags):  # fused operations and SGLs are not offered (Identify FUSES, SGLS)
+    if signed(sqe.flags):  # fused operations and SGLs are not offered (Identify FUSES, SGLS)
         return _INVALID_FIELD
-    op = int(sqe.opcode)
-    nsid = int(sqe.nsid)
+    op = signed(sqe.opcode)
+    nsid = signed(sqe.nsid)
     if op == _FLUSH and nsid == _BROADCAST:
         return flush(p, c, slot, entry, nsid)
     if op != _READ and op != _WRITE and op != _FLUSH and op != _COMPARE and op != _ZEROES and op != _DSM:
@@ -632,8 +632,8 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
         return to_control(p, c, slot, entry) if threads else flush(p, c, slot, entry, nsid)
     if op == _DSM:
         return to_control(p, c, slot, entry) if threads else deallocate(p, c, slot, entry, ns)
-    lba = int(sqe.cdw10) | int(sqe.cdw11) << 32
-    blocks = (int(sqe.cdw12) & 0xFFFF) + 1  # 0's based
+    lba = signed(sqe.cdw10) | signed(sqe.cdw11) << 32
+    blocks = (signed(sqe.cdw12) & 0xFFFF) + 1  # 0's based
     if not in_range(ns, lba, blocks):
         return _LBA_RANGE
     if ns.readonly and (op == _WRITE or op == _ZEROES):
@@ -723,7 +723,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
         entry.dw0 = 0
         entry.bytes = 0
         entry.seen = seen
-        parked = sqid == 0 and int(entry.sqe.opcode) == _AER
+        parked = sqid == 0 and signed(entry.sqe.opcode) == _AER
         entry.where = WHERE_PARKED if parked else WHERE_ASIC
         store_u64(inflight + INFLIGHT_BYTES * slot + INFLIGHT_STATE, FETCHED)
         kill_at(p, _SQE_COPIED)
@@ -784,7 +784,7 @@ def take_updates(p: Any) -> int:
 @compiled
 def uring_status(entry: Any, result: int) -> int:
     """The status of an io_uring result: a number of bytes or a negative errno."""
-    op = int(entry.sqe.opcode)
+    op = signed(entry.sqe.opcode)
     if result >= 0:
         if (op == _READ or op == _WRITE) and result != entry.bytes:
             return _READ_ERROR if op == _READ else _CAPACITY  # a short write: the file system had no more
@@ -820,7 +820,7 @@ def reap(p: Any) -> int:
         slot = e.user_data & 0xFFFFFFFF
         entry = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot]
         if entry.status == 0:
-            entry.status = uring_status(entry, int(e.res))
+            entry.status = uring_status(entry, signed(e.res))
         entry.pending -= 1
         if entry.pending == 0:
             c.outstanding -= 1
@@ -903,12 +903,12 @@ def drain_socket(p: Any, c: Any) -> int:
         at = 0
         while size - at >= _DOORBELL_BYTES:
             m = view(p.scratch + at, 1, DOORBELL)[0]
-            if int(m.command) != _REGION_WRITE or int(m.size) != _DOORBELL_BYTES or int(m.flags) != _NO_REPLY:
+            if signed(m.command) != _REGION_WRITE or signed(m.size) != _DOORBELL_BYTES or signed(m.flags) != _NO_REPLY:
                 break
             offset = m.offset - DOORBELLS_OFFSET
-            if int(m.region) != 0 or int(m.count) != 4 or offset & 3 or offset < 0 or offset >= BAR_BYTES:
+            if signed(m.region) != 0 or signed(m.count) != 4 or offset & 3 or offset < 0 or offset >= BAR_BYTES:
                 break
-            store_doorbell(p, c, offset, int(m.value))
+            store_doorbell(p, c, offset, signed(m.value))
             at += _DOORBELL_BYTES
             count += 1
         kill_at(p, _DOORBELL_STORED)

@@ -157,7 +157,7 @@ def bit_length(value: int) -> int:
 
 
 def signed(value: int) -> int:
-    """``value`` modulo 2^64 as a signed number, which compiled arithmetic gives by itself."""
+    """``value`` modulo 2^64 as a signed number; unsigned fields are taken through it before arithmetic."""
     return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

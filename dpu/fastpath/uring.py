@@ -1,10 +1,5 @@
 """io_uring set up by raw system calls; the pollers drive it (dpu.fastpath.asic).
 
-A ring is a file that the keeper holds too. When a worker is killed, requests that it gave to the kernel still
-finish by themselves, into guest memory and into files; a command executed again before that could be overtaken by
-its own older self. So the next worker first lets the old ring run empty (:func:`wait_empty`): the kernel posts a
-completion for every request that it took, also when the task that submitted it is gone.
-
 Limits: ENTRIES requests in flight per poller. Errors: EmuError where the kernel does not allow io_uring.
 Source: io_uring_setup(2), include/uapi/linux/io_uring.h.
 """
@@ -14,15 +9,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import select
 import struct
-import time
 from typing import Any
 
 import numpy as np
 
 from dpu.errors import EmuError
-from dpu.fastpath.atomics import load_u32
 from dpu.layout import URING, URING_CQE, URING_SQE
 
 ENTRIES = 4096
@@ -34,14 +26,13 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Ring:
-    """A ring of this worker (``Ring.create``) or one that a dead worker left (``Ring(fd, parameters)``)."""
+    """A ring; ``Ring.create`` makes one."""
 
     def __init__(self, fd: int, parameters: bytes) -> None:
         entries, cq_entries = struct.unpack_from("<II", parameters, 0)
         sq = struct.unpack_from("<7I", parameters, _SQ_OFFSETS)  # head tail ring_mask entries flags dropped array
         cq = struct.unpack_from("<7I", parameters, _CQ_OFFSETS)  # head tail ring_mask entries overflow cqes flags
         self.fd = fd
-        self.parameters = parameters
         size = max(sq[6] + entries * 4, cq[5] + cq_entries * URING_CQE.itemsize)
         populate = mmap.MAP_SHARED | mmap.MAP_POPULATE
         self._rings = mmap.mmap(fd, size, populate)
@@ -71,25 +62,6 @@ class Ring:
     def address(self) -> int:
         """Of the URING record, for the poller."""
         return int(self.record.ctypes.data)
-
-    def in_kernel(self) -> int:
-        """Requests that the kernel has taken and not yet completed."""
-        r = self.record[0]
-        return (load_u32(int(r.sq_head)) - load_u32(int(r.cq_tail))) & 0xFFFFFFFF
-
-    def wait_empty(self, timeout_s: float) -> bool:
-        """Wait until nothing is in the kernel; False when the time is over."""
-        deadline = time.monotonic() + timeout_s
-        poll = select.poll()
-        while self.in_kernel():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            # Readable as long as completions are unread, so this paces the loop only while none have come.
-            poll.register(self.fd, select.POLLIN)
-            poll.poll(min(left, 0.01) * 1000)
-            time.sleep(0.0002)
-        return True
 
     def close(self) -> None:
         """Unmap and close."""
