@@ -276,6 +276,14 @@ def test_a_damaged_package_is_an_error_of_one_line(keep: int, archive: Archive, 
         debs.unpack(deb, tmp_path / "root")
 
 
+@pytest.mark.parametrize("name", ["dot-dot", "absolute", "hard link to the parent", "hard link, absolute"])
+def test_members_refuses_names_that_lead_out(name: str, archive: Archive) -> None:
+    deb = archive.add("p", ESCAPES[name])
+    debs.fetch([deb], Silent())
+    with pytest.raises(EmuError, match="leads out of the package"):
+        list(debs.members(deb))
+
+
 def test_members_gives_names_without_the_dot(archive: Archive) -> None:
     deb = archive.add("p", [special("./", tarfile.DIRTYPE), file("./usr/x", b"1"), file("y", b"2")])
     debs.fetch([deb], Silent())
@@ -318,10 +326,10 @@ def test_a_broken_lock_is_an_error_of_one_line(text: str, tmp_path: Path) -> Non
 DEB822 = """\
 # comment
 Types: deb deb-src
-# URIs: http://commented.example.org/debian
 URIs: http://one.example.org/debian/
-Suites: bookworm
- bookworm-updates
+Suites: bookworm-updates
+# URIs: http://commented.example.org/debian
+ bookworm
 Components: main contrib
 Signed-By:
  -----BEGIN PGP PUBLIC KEY BLOCK-----

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -90,33 +90,23 @@ def test_socket_path_agrees_with_the_kernel(tmp_path: Path) -> None:
         paths.socket_path(tmp_path, "s" * (room + 1))
 
 
-def test_locked_keeps_out_others_and_dies_with_its_holder(tmp_path: Path) -> None:
+def test_locked_keeps_out_everybody_else(tmp_path: Path) -> None:
+    with paths.locked(tmp_path), open(tmp_path / ".lock") as other:
+        for wish in (fcntl.LOCK_SH, fcntl.LOCK_EX):
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, wish | fcntl.LOCK_NB)
+    with open(tmp_path / ".lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_lock_dies_with_its_holder(tmp_path: Path) -> None:
     hold = (
         "import sys, pathlib; from emu import paths\n"
         "with paths.locked(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", hold, str(tmp_path)]
-    pipe = subprocess.PIPE
-    with (
-        subprocess.Popen(command, stdin=pipe, stdout=pipe) as first,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe) as second,
-    ):
-        assert first.stdout and second.stdout and first.stdin and second.stdin
-        os.set_blocking(first.stdout.fileno(), False)
-        os.set_blocking(second.stdout.fileno(), False)
-        holder, waiter = _whoever_speaks(first, second), None
-        waiter = second if holder is first else first
-        assert waiter.stdout and waiter.stdin
-        assert waiter.stdout.read() is None  # open, and nothing said
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout and holder.stdout.readline() == b"held\n"
         holder.kill()
-        os.set_blocking(waiter.stdout.fileno(), True)
-        assert waiter.stdout.readline() == b"held\n"
-        waiter.stdin.close()
-        assert waiter.wait() == 0
-
-
-def _whoever_speaks(first: subprocess.Popen[bytes], second: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
-    assert first.stdout and second.stdout
-    ready, _, _ = select.select([first.stdout, second.stdout], [], [], 60)
-    assert len(ready) == 1
-    return first if ready[0] is first.stdout else second
+    with paths.locked(tmp_path):
+        pass

@@ -233,9 +233,12 @@ def test_packages_that_are_gone_are_replaced_and_that_is_said(
     gone = pinned.debs[0]
     del archive.files[f"/debian/{gone.filename}"]
     current = _packages(archive, f"{QEMU}# newer\n", version="2")
-    monkeypatch.setattr(qemu, "make_lock", lambda progress: current)
+    resolved = []
+    monkeypatch.setattr(qemu, "make_lock", lambda progress: resolved.append(1) or current)  # type: ignore[func-returns-value]
     first = Silent()
     found = qemu.find(None, first)
+    qemu._make_private(Silent())  # as a second process does that waited for the first
+    assert len(resolved) == 1
     assert any("has no qemu 1" in note for note in first.notes)
     assert found.to_dict()["pinned"] is False
     assert {row["version"] for row in found.to_dict()["packages"]} == {"2"}
