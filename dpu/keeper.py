@@ -51,7 +51,7 @@ ADOPTION_S_MAX = 15.0
 STOP_S_MAX = 2.0
 """How long a worker may take to end after SIGTERM."""
 
-_BACKOFF_S = (0.0, 0.1, 0.5, 2.0, 10.0, 30.0)
+_BACKOFF_S = (0.0, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 _READS_PER_TURN = 16
 _PACKETS_PER_TURN = 64
 
