@@ -222,9 +222,11 @@ class Root:
                 continue
             if name.endswith(".py"):
                 jobs[path.removesuffix(".py")] = self.take(path, "").data
-                del self.entries[path]
             elif name.endswith(".so"):
                 self.add_program(path)
+        sources = [path for path in self.entries if path.startswith(base) and path.endswith(".py")]
+        for path in sources:
+            del self.entries[path]
         for path, code in self._compiled(scratch, base, link, jobs).items():
             self.entries[f"{path}.pyc"] = cpio.regular(code)
 
