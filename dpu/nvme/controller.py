@@ -378,7 +378,7 @@ class Controller:
             return Completion(status)
 
     async def _dispatch(self, token: int, sqe: SubmissionEntry) -> Completion | None:
-        if self.state not in (State.READY, State.SHUT_DOWN):
+        if not self._ready or self.fatal_reason:
             raise CommandError(Status.INTERNAL_ERROR, dnr=False)
         command = self.commands.get(sqe.opcode)
         if command is None:

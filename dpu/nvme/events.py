@@ -109,7 +109,7 @@ class AsyncEvents:
 
     def _report(self, event: Event) -> Completion:
         self._masked.add(self._type(event))
-        return Completion(Status.SUCCESS.field(), event)
+        return Completion(Status.SUCCESS.field(), int(event))
 
     @staticmethod
     def _type(event: Event) -> int:

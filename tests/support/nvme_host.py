@@ -6,6 +6,7 @@ declaration cannot agree with itself.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -58,10 +59,14 @@ class Memory:
 
 
 class Plane:
-    """Books of what is open; refuses what no controller may ask for."""
+    """Books of what is open; refuses what no controller may ask for.
 
-    def __init__(self, ram_bytes: int = RAM_BYTES) -> None:
-        self.ram_bytes = ram_bytes
+    :param records: what a real plane keeps in shared memory, and so over its worker's death: per queue its
+        epoch and how many entries have passed
+    """
+
+    def __init__(self, records: dict[tuple[str, int], list[int]] | None = None) -> None:
+        self.records = {} if records is None else records
         self.cqs: dict[int, tuple[Any, ...]] = {}
         self.sqs: dict[int, tuple[Any, ...]] = {}
         self.epochs: list[int] = []
@@ -73,21 +78,26 @@ class Plane:
         self.counts: dict[int, Counters] = {}
 
     def _mapped(self, iova: int, length: int) -> None:
-        if iova + length > self.ram_bytes:
+        if iova + length > RAM_BYTES:
             raise DmaFault(iova, length)
+
+    def _record(self, kind: str, qid: int, epoch: int) -> None:
+        self.epochs.append(epoch)
+        if self.records.get((kind, qid), [None])[0] != epoch:
+            self.records[kind, qid] = [epoch, 0]
 
     def open_cq(self, qid: int, entries: int, iova: int, vector: int, interrupts: bool, epoch: int) -> None:
         assert qid not in self.cqs
         self._mapped(iova, entries * 16)
         self.cqs[qid] = (entries, iova, vector, interrupts)
-        self.epochs.append(epoch)
+        self._record("cq", qid, epoch)
 
     def open_sq(self, qid: int, entries: int, iova: int, cqid: int, epoch: int) -> None:
         assert qid not in self.sqs
         assert cqid in self.cqs
         self._mapped(iova, entries * 64)
         self.sqs[qid] = (entries, iova, cqid)
-        self.epochs.append(epoch)
+        self._record("sq", qid, epoch)
 
     async def close_sq(self, qid: int) -> None:
         del self.sqs[qid]
@@ -182,12 +192,12 @@ class Host:
     def new_controller(self) -> Controller:
         return Controller(self.subsystem, 5, self.memory, self.plane, self.clock, vectors=self.vectors)
 
-    def next_worker(self) -> None:
-        """The worker dies; another one loads what it had dumped."""
-        state = self.controller.dump()
-        self.plane = Plane()
+    def next_worker(self, state: dict[str, Any] | None = None) -> None:
+        """The worker dies; another one loads ``state``, by default what it would dump now."""
+        saved = json.dumps(self.controller.dump() if state is None else state)
+        self.plane = Plane(self.plane.records)
         self.controller = self.new_controller()
-        self.controller.load(state)
+        self.controller.load(json.loads(saved))
         self.controller.reopen()
 
     def read32(self, offset: int) -> int:
