@@ -14,7 +14,6 @@ Errors: EmuError when the runtime directory cannot be used.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -70,12 +69,8 @@ class Ledger:
         return ledger
 
     def process(self, identity: Identity, what: str) -> None:
-        """A child that must not outlive the lab."""
+        """A child that must not outlive the lab. Its end need not be noted: an identity is used once."""
         self._write(add="process", identity=asdict(identity), what=what)
-
-    def process_ended(self, identity: Identity) -> None:
-        """The child is gone and waited for."""
-        self._write(drop="process", identity=asdict(identity))
 
     def path(self, path: Path) -> None:
         """A file or directory that goes away with the lab; call this before making it."""
@@ -95,12 +90,11 @@ class Ledger:
         self.book.unlink(missing_ok=True)
 
     def _write(self, **entry: Any) -> None:
-        with contextlib.suppress(FileNotFoundError):  # closed: the end of a child may be noticed late
-            fd = os.open(self.book, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            try:
-                os.write(fd, _line(**entry).encode())
-            finally:
-                os.close(fd)
+        fd = os.open(self.book, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(fd, _line(**entry).encode())
+        finally:
+            os.close(fd)
 
 
 def clean(root: Path | None = None, dry_run: bool = False) -> list[Leftover]:
@@ -142,8 +136,6 @@ def _read(book: Path) -> tuple[Identity, dict[Identity, str], list[Path]]:
         match entry:
             case {"add": "process", "identity": identity, "what": what}:
                 processes[Identity(**identity)] = what
-            case {"drop": "process", "identity": identity}:
-                processes.pop(Identity(**identity), None)
             case {"add": "path", "path": path}:
                 paths.append(Path(path))
             case {"drop": "path", "path": path}:

@@ -78,8 +78,6 @@ class Register(Protocol):
 
     def process(self, identity: Identity, what: str) -> None: ...
 
-    def process_ended(self, identity: Identity) -> None: ...
-
 
 class Process:
     """A running child. Made by ``spawn``."""
@@ -92,7 +90,6 @@ class Process:
         self.log = log
         self.what = what
         self._popen = popen
-        self._ledger = ledger
         if ledger is not None:
             ledger.process(identity, what)
         loop = asyncio.get_running_loop()
@@ -103,10 +100,7 @@ class Process:
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
-        code = self._popen.wait()
-        if self._ledger is not None:
-            self._ledger.process_ended(self.identity)
-        self._exit.set_result(code)
+        self._exit.set_result(self._popen.wait())
 
     @classmethod
     def spawn(

@@ -76,7 +76,6 @@ def _ingredients(config: VmConfig, platform: Platform) -> dict[str, Any]:
         "qemu": [platform.qemu.version, *_file_identity(platform.qemu.binary)],
         "command": qemu_command(replace(config, name="vm"), platform, anywhere),
         "image": platform.image.digest,
-        "accelerator": platform.accel.name,
         "host": [os.uname().release, *_host_cpu(Path("/proc/cpuinfo").read_text())],
     }
 

@@ -131,7 +131,7 @@ def test_a_reused_pid_is_not_killed(root: Path) -> None:
         victim.wait()
 
 
-def test_ended_processes_and_forgotten_paths_are_not_touched(root: Path, tmp_path: Path) -> None:
+def test_a_process_is_written_down_and_a_forgotten_path_stays(root: Path, tmp_path: Path) -> None:
     async def main() -> Ledger:
         ledger = Ledger.create("x", root)
         child = Process.spawn(["true"], log=tmp_path / "log", what="true", ledger=ledger)
@@ -145,7 +145,7 @@ def test_ended_processes_and_forgotten_paths_are_not_touched(root: Path, tmp_pat
     kept.touch()
     ledger.forget(kept)
     entries = [json.loads(line) for line in ledger.book.read_text().splitlines()]
-    assert [next(iter(entry)) for entry in entries] == ["owner", "add", "drop", "add", "drop"]
+    assert [next(iter(entry)) for entry in entries] == ["owner", "add", "add", "drop"]
     ledger.close()
     assert kept.exists() and not ledger.directory.exists()
 
