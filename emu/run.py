@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
 
 from dpu.errors import EmuError
 from emu import hostinfo
 from emu.daemon import Dpu
 from emu.lab import Lab, LabConfig, prepare
-from emu.progress import Progress
+from emu.progress import Progress, Silent
 from emu.report import DpuReport, Report, VmReport
 from emu.scenario import Scenario, split_device
 from emu.vm import Vm
@@ -40,6 +43,27 @@ async def run(scenario: Scenario, config: LabConfig, progress: Progress) -> Repo
     report.notes = list(progress.notes)
     report.seconds = time.monotonic() - began_s
     return report
+
+
+async def workload(lab: Lab, kind: str, progress: Progress | None = None, **params: Any) -> Result:
+    """Runs one workload of the table in ``lab``; ``params`` as in a scenario.
+
+    ``vm`` and ``device`` may be left out where there is one. EmuError for parameters that are wrong.
+    """
+    vm = params.get("vm") or _only(lab.vms, "VM")
+    devices = {f"{dpu}.{controller}": None for dpu, controller in lab.vms[vm].config.dpus}
+    device = params.get("device") or _only(devices, "controller")
+    try:
+        checked = WORKLOADS[kind].params.model_validate({**params, "type": kind, "vm": vm, "device": device})
+    except ValidationError as error:
+        raise EmuError(f"workload {kind}: {error}") from error
+    return await run_workload(lab, checked, progress or Silent())
+
+
+def _only(things: Mapping[str, Any], noun: str) -> str:
+    if len(things) != 1:
+        raise EmuError(f"there are {len(things)} {noun}s", f"name one of: {', '.join(things)}")
+    return next(iter(things))
 
 
 async def run_workload(lab: Lab, params: Params, progress: Progress) -> Result:
