@@ -214,7 +214,7 @@ def _download(debs: Sequence[Deb], directory: Path, progress: Progress) -> None:
     size = sum(deb.size for deb in debs)
     progress.step(f"Fetching {len(debs)} packages ({size / 1e6:.0f} MB) from {base}", size)
     targets = {f"{base}/{urllib.parse.quote(deb.filename)}": deb for deb in debs}
-    download = _download_apt if APT_HELPER.exists() else _download_urllib
+    download = _download_apt if _by_apt(base) else _download_urllib
     failed = download(targets, directory, progress)
     gone = []
     for deb in debs:
@@ -245,7 +245,7 @@ def try_mirror(suite: str) -> str:
     with tempfile.TemporaryDirectory(prefix="dpu-emu-") as directory:
         target = Path(directory) / "InRelease"
         try:
-            if not APT_HELPER.exists():
+            if not _by_apt(url):
                 _download_one(url, target)
                 return ""
             done = subprocess.run(
@@ -259,6 +259,10 @@ def try_mirror(suite: str) -> str:
             return str(error) or repr(error)
     reasons = _FAILED.findall(done.stderr)
     return reasons[0][1] if reasons else ""
+
+
+def _by_apt(url: str) -> bool:
+    return APT_HELPER.exists() and not url.startswith("file:")  # of those apt makes a mere symbolic link
 
 
 def _apt_helper() -> list[str]:

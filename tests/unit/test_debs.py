@@ -124,6 +124,22 @@ def test_a_mirror_that_does_not_answer_is_not_taken_for_one_that_lacks_it(
     assert debs.try_mirror("trixie")
 
 
+def test_a_mirror_may_be_a_directory(
+    archive: Archive, downloader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deb = archive.add("p", [file("./x")])
+    mirror = tmp_path / "mirror"
+    (mirror / deb.filename).parent.mkdir(parents=True)
+    (mirror / deb.filename).write_bytes(archive.files[f"/debian/{deb.filename}"])
+    monkeypatch.setenv("DPU_EMU_MIRROR", f"file://{mirror}/")
+    debs.fetch([deb], Silent())
+    assert not debs.deb_path(deb).is_symlink()
+    assert debs.deb_path(deb).stat().st_size == deb.size
+    gone = dataclasses.replace(deb, sha256="0" * 64, filename="pool/main/gone.deb")
+    with pytest.raises(debs.MirrorLacks):
+        debs.fetch([gone], Silent())
+
+
 def test_try_mirror_asks_for_the_release_file(archive: Archive, downloader: str) -> None:
     archive.files["/debian/dists/trixie/InRelease"] = b"anything"
     assert debs.try_mirror("trixie") == ""
@@ -232,7 +248,8 @@ def test_nothing_is_written_through_a_link_that_was_there_before(archive: Archiv
     (outside / "file").write_bytes(b"untouched")
     (root / "dir").symlink_to(outside)
     (root / "file").symlink_to(outside / "file")
-    for members in ([file("./dir/evil")], [special("./dir", tarfile.DIRTYPE)]):
+    hard_link = special("./l", tarfile.LNKTYPE, "dir/file")
+    for members in ([file("./dir/evil")], [special("./dir", tarfile.DIRTYPE)], [hard_link]):
         deb = archive.add("p", members)
         debs.fetch([deb], Silent())
         with pytest.raises(EmuError, match="leads out"):

@@ -1,0 +1,57 @@
+"""What is said, where, and what is kept for the report."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from emu import progress
+
+
+def _work(shown: progress.Progress) -> None:
+    shown.step("Fetching [3] packages", total=100)
+    shown.advance(60)
+    shown.advance(40)
+    shown.note("took [tcg]")
+    shown.step("Unpacking")
+    shown.close()
+
+
+def test_lines_say_each_step_and_how_far_a_long_one_is() -> None:
+    out = io.StringIO()
+    shown = progress.Lines(out, interval_s=0.0)
+    _work(shown)
+    assert out.getvalue().splitlines() == [
+        "Fetching [3] packages",
+        "Fetching [3] packages: 60%",
+        "Fetching [3] packages: 100%",
+        "took [tcg]",
+        "Unpacking",
+    ]
+    assert shown.notes == ["took [tcg]"]
+
+
+def test_a_bar_leaves_every_step_and_note_on_the_terminal() -> None:
+    out = io.StringIO()
+    shown = progress.Bar(Console(file=out, force_terminal=True, width=100, color_system=None))
+    _work(shown)
+    assert all(text in out.getvalue() for text in ("Fetching [3] packages", "took [tcg]", "Unpacking", "100%"))
+    assert shown.notes == ["took [tcg]"]
+
+
+def test_json_is_silent_and_keeps_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = progress.make(json=True)
+    _work(shown)
+    assert capsys.readouterr() == ("", "")
+    assert shown.notes == ["took [tcg]"]
+
+
+def test_standard_output_is_left_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not sys.stderr.isatty()
+    _work(progress.make())
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Unpacking" in said.err
