@@ -77,9 +77,7 @@ def probe_kvm() -> tuple[bool, str]:
 
 def _ask_child(command: list[str], timeout_s: float) -> tuple[bool, str]:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return False, f"the probe hung for {timeout_s:g} s and was killed"
     except OSError as error:
