@@ -388,7 +388,7 @@ class Nvme:
 
     def disable(self) -> None:
         """CC.EN = 0 and wait for RDY = 0; whatever was outstanding is given up."""
-        self.write32(CC, self.read32(CC) & ~1)
+        self.write32(CC, self.read32(CC) & ~0xC001)  # EN and SHN
         self.wait_csts(CSTS_RDY, 0)
         self.drop_queues()
 
