@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import logging
 import shlex
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ class Attached:
     port: int
     device: Mapping[str, Any]
     controller: str  # "nvme0"
-    namespaces: tuple[str, ...]  # "nvme0n1", below /dev
+    namespaces: tuple[str, ...]  # "nvme0n1", below /dev; by NSID, which the guest's numbers need not follow
 
 
 class VmError(EmuError):
@@ -333,8 +334,8 @@ class Vm:
         assert not self.running, f"{self.name} runs already"
         command = qemu_command(self.config, self.platform, self.paths, incoming=restore is not None)
         (self.out / "qemu.txt").write_text(shlex.join(command) + "\n")
-        for socket in (self.paths.qmp, self.paths.agent):
-            socket.unlink(missing_ok=True)
+        for path in (self.paths.qmp, self.paths.agent):
+            path.unlink(missing_ok=True)
         self._console_from = _size(self.paths.console)
         self.restored = restore is not None
         self._process = Process.spawn(
@@ -345,15 +346,15 @@ class Vm:
         )
         try:
             await self._race(self._bring_up(restore), BOOT_PATIENCE_S, "is not ready")
-        except BaseException:
+        except BaseException as error:
             await self.kill()
+            if isinstance(error, QMPError):
+                raise self.error(f"QEMU refuses to start the guest: {error}") from error
             raise
 
     async def _bring_up(self, restore: Path | None) -> None:
         self._qmp = QMPClient(self.name)
-        while not self.paths.qmp.exists():  # QEMU makes it in its first milliseconds
-            await asyncio.sleep(0.005)
-        await self._qmp.connect(str(self.paths.qmp))
+        await self._qmp.connect(await _connection(self.paths.qmp))
         if restore is not None:
             await self.migrate("migrate-incoming", restore)
             await self._qmp.execute("cont")
@@ -404,8 +405,9 @@ class Vm:
         slot = f"0000:00:{FIRST_PORT_SLOT + port:02x}.0"
         argv = ["sh", "-c", _AWAIT_CONTROLLER, "await-controller", slot, str(namespaces)]
         result = await self.exec(argv, timeout_s=PLUG_PATIENCE_S, what=f"sees no controller on port {port}")
-        controller, *names = result.stdout.decode().split()
-        return controller, tuple(names)
+        controller, *found = result.stdout.decode().split()
+        by_nsid = sorted((int(nsid), name) for nsid, _, name in (one.partition(":") for one in found))
+        return controller, tuple(name for _, name in by_nsid)
 
     async def exec(self, argv: Sequence[str], *, timeout_s: float, what: str = "", **more: Any) -> ExecResult:
         """Run a program in the guest, see ``Guest.exec``; also ends when QEMU does or the guest panics."""
@@ -490,7 +492,8 @@ class Vm:
         raise self.error(f"{problem} {over}")
 
 
-# Prints the controller and its namespaces. With multipath, the namespace of path nvme0c1n1 is /dev/nvme0n1.
+# Prints the controller and NSID:NAME of its namespaces: Linux scans them in parallel and numbers them as they come.
+# With multipath, the namespace of path nvme0c1n1 is /dev/nvme0n1.
 _AWAIT_CONTROLLER = r"""
 cd /sys/bus/pci/devices
 while :; do
@@ -500,7 +503,8 @@ while :; do
     for path in "$nvme"/nvme*n*; do
       name=${path##*/}
       case $name in nvme*c*n*) name=${name%%c*}n${name##*n} ;; esac
-      [ -b "/dev/$name" ] && found=$((found + 1)) names="$names $name"
+      [ -b "/dev/$name" ] && read -r nsid < "/sys/block/$name/nsid" || continue
+      found=$((found + 1)) names="$names $nsid:$name"
     done
     [ $found -ge $2 ] && echo "${nvme##*/}$names" && exit
   done
@@ -517,6 +521,20 @@ def _needed(thing: _T | None, name: str) -> _T:
 
 def _exit_text(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+async def _connection(path: Path) -> socket.socket:
+    """Connected to QEMU's socket, which it makes in its first milliseconds."""
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.setblocking(False)
+        try:
+            connection.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError):  # not bound yet, not listening yet
+            connection.close()
+            await asyncio.sleep(0.005)
+        else:
+            return connection
 
 
 def _size(path: Path) -> int:

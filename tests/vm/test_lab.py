@@ -120,11 +120,11 @@ def test_a_lab_from_start_to_end(platform: Platform, runtime: Path, tmp_path: Pa
         async with Lab(config, platform, progress) as lab:
             vm = lab.vms["vm0"]
             assert [one.id for one in vm.attached] == ["card.b", "card.a"]
-            assert vm.device("card.b").namespaces == ("nvme0n1", "nvme0n2")
-            assert vm.device("card.a").namespaces == ("nvme1n1",)
-            sizes = await vm.guest.run("cat /sys/block/nvme0n1/size /sys/block/nvme0n2/size /sys/block/nvme1n1/size")
+            devices = (*vm.device("card.b").namespaces, *vm.device("card.a").namespaces)
+            assert (set(devices[:2]), devices[2]) == ({"nvme0n1", "nvme0n2"}, "nvme1n1")
+            sizes = await vm.guest.run("cat " + " ".join(f"/sys/block/{device}/size" for device in devices))
             assert [int(size) * 512 for size in sizes.split()] == [64 * MIB, 32 * MIB, 64 * MIB]
-            for device in ("nvme0n1", "nvme0n2", "nvme1n1"):
+            for device in devices:
                 # a pattern of the device's own name, written past the page cache and read back likewise
                 await vm.guest.run(
                     f"yes {device} | head -c 1048576 > /tmp/in && dd if=/tmp/in of=/dev/{device} bs=64k oflag=direct"
@@ -132,7 +132,7 @@ def test_a_lab_from_start_to_end(platform: Platform, runtime: Path, tmp_path: Pa
                     timeout_s=120,
                 )
             own = next(iter(files_of_labs() - before)) / "card.b.1.raw"
-            assert own.read_bytes()[:16] == b"nvme0n1\nnvme0n1\n"
+            assert own.read_bytes()[:16] == f"{devices[0]}\n{devices[0]}\n".encode()
             serial = await lab.vms["vm1"].guest.run("cat /sys/class/nvme/nvme0/serial")
             assert serial.strip() == "XYZ"
             with pytest.raises(EmuError, match=r"no controller card\.a"):
