@@ -120,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from emu.lab import plan, prepare
     from emu.progress import make
-    from emu.report import print_report
+    from emu.report import Report, print_report
     from emu.run import run
 
     scenario = _scenario_to_run(arguments)
@@ -147,7 +147,15 @@ def _run(arguments: argparse.Namespace) -> int:
                 print(dryrun.as_shell(config, planned, directory), end="")
             return OK
         _make_room(out)
-        report = asyncio.run(run(scenario, config, progress))
+        report = Report(scenario.name, scenario.to_json(), error="the run has not come to its end")
+        report.write(out)  # also tells the next run that this folder is one of ours
+        try:
+            asyncio.run(run(scenario, config, progress, report))
+            report.error = ""
+        except EmuError as error:
+            report.error = str(error)
+            report.write(out)
+            raise
     finally:
         progress.close()
     path = report.write(out)

@@ -24,15 +24,15 @@ _STATS = "dpu_get_stats"
 _STEPS = 1000  # of a workload's progress
 
 
-async def run(scenario: Scenario, config: LabConfig, progress: Progress) -> Report:
-    """Starts the lab of ``config``, runs the workloads of ``scenario``, ends the lab.
+async def run(scenario: Scenario, config: LabConfig, progress: Progress, report: Report) -> None:
+    """Starts the lab of ``config``, runs the workloads of ``scenario``, ends the lab; fills ``report`` on the way.
 
     A workload that fails is in the report, and the next one runs. EmuError when the lab cannot start.
     """
-    report = Report(scenario.name, scenario.to_json())
     began_s = time.monotonic()
     platform = prepare(config, progress)
     stamp = hostinfo.collect(platform.accel, platform.qemu, platform.image.digest)
+    report.host = stamp.to_dict()
     async with Lab(config, platform, progress) as lab:
         report.start_seconds = time.monotonic() - began_s
         report.vms = {name: VmReport(vm.restored) for name, vm in lab.vms.items()}
@@ -42,7 +42,6 @@ async def run(scenario: Scenario, config: LabConfig, progress: Progress) -> Repo
     report.host = stamp.finished().to_dict()
     report.notes = list(progress.notes)
     report.seconds = time.monotonic() - began_s
-    return report
 
 
 async def workload(lab: Lab, kind: str, progress: Progress | None = None, **params: Any) -> Result:

@@ -8,6 +8,7 @@ A report is one JSON object (``SCHEMA``); later versions add keys and raise the 
 - ``start_seconds``: until every VM had its controllers
 - ``seconds``: from the first step to the last
 - ``ok``: every workload passed
+- ``error``: why the lab did not come up or the run did not come to its end; "" otherwise
 - ``host``: :class:`emu.hostinfo.HostInfo`: CPU, kernel, load before and after, accelerator, QEMU, image
 - ``scenario``: as checked, with every default filled in; sizes in bytes, durations in seconds
 - ``vms``: by name: ``restored`` from a template snapshot or booted

@@ -39,6 +39,7 @@ class Report:
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     start_seconds: float = 0.0
     seconds: float = 0.0
+    error: str = ""
     host: dict[str, Any] = field(default_factory=dict)
     vms: dict[str, VmReport] = field(default_factory=dict)
     dpus: dict[str, DpuReport] = field(default_factory=dict)
@@ -47,7 +48,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        return all(result.ok for result in self.workloads)
+        return not self.error and all(result.ok for result in self.workloads)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -57,6 +58,7 @@ class Report:
             "start_seconds": round(self.start_seconds, 3),
             "seconds": round(self.seconds, 3),
             "ok": self.ok,
+            "error": self.error,
             "host": self.host,
             "scenario": self.scenario,
             "vms": {name: asdict(vm) for name, vm in self.vms.items()},

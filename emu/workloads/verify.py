@@ -7,7 +7,7 @@ Use::
 
 Parameters: ``block_sizes`` (fio's ranges; default 4 KiB, and 512 B to 256 KiB mixed), ``depths`` (queue
 depths; default 1, 8, 64), ``jobs`` (threads at once, so that several queues are used; default 2), ``size``
-(bytes that each job writes in each pass; default 16M), ``reset`` (reset the controller and read everything
+(bytes that each job writes in each pass; default 8M), ``reset`` (reset the controller and read everything
 again; default true), ``ioengine``, ``timeout`` (of one pass).
 
 There is one pass for every pair of block size and depth, and each pass and job has a region of its own, so
@@ -42,7 +42,7 @@ class VerifyParams(Params):
     block_sizes: tuple[BlockSizes, ...] = Field(default=("4k", "512-256k"), min_length=1)
     depths: tuple[Depth, ...] = Field(default=(1, 8, 64), min_length=1)
     jobs: int = Field(default=2, ge=1, le=64)
-    size: Size = 16 << 20
+    size: Size = 8 << 20
     reset: bool = True
     ioengine: Literal["io_uring", "libaio", "psync", "pvsync2"] = "io_uring"
     timeout: DurationSeconds = 300.0

@@ -103,12 +103,15 @@ def test_what_is_missing_on_the_machine_is_exit_code_3(
         def __str__(self) -> str:
             return super().__str__() + "\nlast console lines:\n  panic"
 
-    async def fail(*arguments: Any) -> Report:
+    async def fail(*arguments: Any) -> None:
         raise Loud("no luck", "get some")
 
     monkeypatch.setattr(emu.run, "run", fail)
     assert cli.main(["run", "demo", *["--json"] * as_json]) == 3
     said = capsys.readouterr()
+    (path,) = Path("out").glob("demo-*/report.json")
+    report = json.loads(path.read_text())
+    assert not report["ok"] and report["error"].startswith("no luck")
     if as_json:
         document = {"message": "no luck", "fix": "get some", "exit_code": 3}
         assert json.loads(said.out) == {"ok": False, "error": document}
@@ -149,12 +152,12 @@ def test_ctrl_c_is_130() -> None:
 def fake_run(monkeypatch: pytest.MonkeyPatch, ok: bool) -> list[Any]:
     calls: list[Any] = []
 
-    async def run(scenario: Any, config: Any, progress: Any) -> Report:
+    async def run(scenario: Any, config: Any, progress: Any, report: Report) -> None:
         calls.append((scenario, config))
         result = Result("script", "my [bold] script", "web", "card.a", ok, "" if ok else "it broke")
         result.samples = [Sample("exit_code", 0, "1")]
         result.files = {"stdout.txt": b"hello"}
-        return Report(scenario.name, scenario.to_json(), workloads=[result])
+        report.workloads.append(result)
 
     monkeypatch.setattr(emu.run, "run", run)
     return calls

@@ -210,7 +210,7 @@ def test_verify_reads_everything_again_after_the_reset() -> None:
     written, again = guest.commands[:2], guest.commands[3:]
     assert [command.replace("--verify_only=1", "--do_verify=1") for command in again] == written
     assert result.value("bytes_verified") == 2 * 2 * 2 * (1 << 20)  # passes x jobs x rounds x 1 MiB
-    assert run(fio_guest(), "verify", reset=False).value("bytes_verified") == 6 * 2 * (16 << 20)
+    assert run(fio_guest(), "verify", reset=False).value("bytes_verified") == 6 * 2 * (8 << 20)
 
 
 # -- fs
