@@ -333,7 +333,10 @@ class Guest:
             )
 
     def _send(self, fields: dict[str, Any], raw: bytes = b"") -> None:
-        self._writer.write(agent.pack(fields, raw))
+        frame = agent.pack(fields, raw)
+        if len(frame) - len(raw) > agent.JSON_BYTES_MAX:
+            raise GuestError(f"{fields['op']}: {len(frame)} bytes are too much for one request to the guest")
+        self._writer.write(frame)
 
     async def _drain(self) -> None:
         try:

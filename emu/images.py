@@ -13,6 +13,7 @@ Errors: EmuError.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ from emu.progress import Progress
 from images import builder
 
 MANIFEST = "image.json"
+IMAGES_MAX = 4  # kept in the cache; the ones longest not used go
 
 # Each word is a measured saving or keeps the guest's clock right on a loaded host. init_on_alloc is not here
 # on purpose: it stays on, as Debian has it.
@@ -95,6 +97,7 @@ def build(progress: Progress) -> Image:
         if found is None:
             progress.step("Building the guest image")
             found = _build(locked, digest)
+            _prune()
     return found
 
 
@@ -160,7 +163,11 @@ def _image(directory: Path) -> Image:
 
 def _cached(digest: str) -> Image | None:
     directory = paths.cache_dir("images") / digest
-    return _image(directory) if directory.exists() else None
+    if not directory.exists():
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(directory)  # the last use, for _prune
+    return _image(directory)
 
 
 def _build(locked: debs.Lock, digest: str) -> Image:
@@ -183,3 +190,9 @@ def _build(locked: debs.Lock, digest: str) -> Image:
         shutil.rmtree(directory, ignore_errors=True)
         raise
     return _image(final)
+
+
+def _prune() -> None:
+    kept = sorted(paths.cache_dir("images").glob(f"*/{MANIFEST}"), key=lambda path: path.parent.stat().st_mtime)
+    for manifest in kept[:-IMAGES_MAX]:
+        shutil.rmtree(manifest.parent, ignore_errors=True)

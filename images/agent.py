@@ -289,7 +289,7 @@ class Agent:
         except OSError as error:
             self.answer(request, error=error.strerror or str(error), errno=error.errno)
         except (LookupError, TypeError, ValueError, OverflowError) as error:
-            self.answer(request, error=f"{name}: {type(error).__name__}: {error}")
+            self.answer(request, error=f"{name}: {type(error).__name__}: {error}"[:500])
 
     def hello(self, fields: dict[str, Any], raw: bytes) -> None:
         if fields["nonce"] != self.nonce:  # the same host asks again when an answer takes long
@@ -394,13 +394,14 @@ REQUESTS = {
 
 def find_port() -> int:
     """The port by its name; the kernel may still be finding out what the host offers."""
-    ports = "/sys/class/virtio-ports"
+    ports, pause_s = "/sys/class/virtio-ports", 0.01
     while True:
         for entry in os.listdir(ports) if os.path.isdir(ports) else []:
             with open(f"{ports}/{entry}/name") as file:
                 if file.read().strip() == PORT:
                     return os.open(f"/dev/{entry}", os.O_RDWR | os.O_CLOEXEC)
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 1.0)
 
 
 def main() -> None:

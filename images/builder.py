@@ -206,7 +206,7 @@ class Root:
         program.write_bytes(self.take("usr/bin/busybox", "which is the shell").data)
         program.chmod(0o755)
         there = {posixpath.basename(path) for path in self.entries if path.startswith(("usr/bin/", "usr/sbin/"))}
-        for path in _run([program, "--list-full"]).split():
+        for path in _run(["busybox", "--list-full"], scratch).split():
             if "/" in path and posixpath.basename(path) not in there | set(without):
                 self.entries[_merged(path)] = cpio.symlink("/usr/bin/busybox")
         self.entries["init"] = cpio.symlink("/usr/bin/busybox")
@@ -246,13 +246,12 @@ class Root:
                 target.chmod(0o755)
         todo = []
         for number, (path, code) in enumerate(jobs.items()):
-            source, compiled = scratch / f"{number}.py", scratch / f"{number}.pyc"
-            source.write_bytes(code)
-            todo.append((str(source), str(compiled), f"/{path}.py"))
-        starter: list[str | Path] = [scratch / "usr/lib64" / loader, "--library-path", scratch / LIBRARIES[0]]
-        # -S -E: nothing of the host's Python may be seen
-        _run([*starter, scratch / "usr/bin" / python, "-S", "-E", "-B", "-c", _COMPILE], json.dumps(todo))
-        return {path: Path(compiled).read_bytes() for path, (_, compiled, _) in zip(jobs, todo)}
+            (scratch / f"{number}.py").write_bytes(code)
+            todo.append((f"{number}.py", f"{number}.pyc", f"/{path}.py"))
+        # relative paths: the loader and PYTHONHOME split theirs at colons, which a cache's path may have
+        argv = [f"usr/lib64/{loader}", "--library-path", LIBRARIES[0], f"usr/bin/{python}", "-s", "-S", "-B"]
+        _run([*argv, "-c", _COMPILE], scratch, json.dumps(todo))
+        return {path: (scratch / compiled).read_bytes() for path, (_, compiled, _) in zip(jobs, todo)}
 
     def add_skeleton(self) -> None:
         """Directories, the links of a merged /usr, the console's device node and images/rootfs."""
@@ -274,17 +273,27 @@ class Root:
                 )
 
 
-def _run(argv: Sequence[str | Path], stdin: str = "") -> str:
-    """Standard output of a program of the guest's that runs on this host."""
-    environment = {"PATH": os.defpath, "LC_ALL": "C.UTF-8", "PYTHONHASHSEED": "0"}
+def _run(argv: Sequence[str], root: Path, stdin: str = "") -> str:
+    """Standard output of a program of the guest's, as given below ``root``, that runs on this host."""
+    # nothing of the host's Python may be seen, and the order within sets must not change
+    environment = {"PATH": os.defpath, "LC_ALL": "C.UTF-8", "PYTHONHOME": "usr", "PYTHONHASHSEED": "0"}
+    name = posixpath.basename(argv[0])
     try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, env=environment, check=True)
+        done = subprocess.run(
+            [root / argv[0], *argv[1:]],
+            cwd=root,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=True,
+        )
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-        raise EmuError(f"the guest's {Path(argv[0]).name} does not run on this host: {last}") from error
+        raise EmuError(f"the guest's {name} does not run on this host: {last}") from error
     except OSError as error:
         raise EmuError(
-            f"the guest's {Path(argv[0]).name} does not run on this host: {error}",
+            f"the guest's {name} does not run on this host: {error}",
             "the image can be built on x86-64 only, in a cache directory that is not mounted noexec",
         ) from error
     return done.stdout

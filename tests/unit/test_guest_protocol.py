@@ -150,6 +150,8 @@ def test_exec_gives_output_and_exit_code(tmp_path: Path) -> None:
         assert await guest.exec(command) == ExecResult(here.returncode, here.stdout, here.stderr)
         assert (await guest.exec(["sh", "-c", "kill -TERM $$"])).code == -15
         assert await guest.run("printf x | tr x y") == "y"
+        # Python ignores SIGPIPE, a program must not: yes would complain, and end later
+        assert await guest.exec(["sh", "-c", "yes | head -1"]) == ExecResult(0, b"y\n", b"")
 
     run(tmp_path, scenario)
 
@@ -164,6 +166,9 @@ def test_exec_checks_say_command_code_and_last_lines(tmp_path: Path) -> None:
             await guest.run("kill -SEGV $$")
         with pytest.raises(GuestError, match=r"no-such-program.*No such file"):
             await guest.exec(["no-such-program"])
+        with pytest.raises(GuestError, match=r"exec: \d+ bytes are too much"):
+            await guest.exec(["echo", "x" * agent.JSON_BYTES_MAX])
+        assert (await guest.exec(["echo", "x" * 60_000])).stdout == b"x" * 60_000 + b"\n"
 
     run(tmp_path, scenario)
 

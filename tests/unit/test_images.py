@@ -284,6 +284,20 @@ def test_image_is_built_once_and_listed(cache: Path, monkeypatch: pytest.MonkeyP
     assert [row["current"] for row in images.images()] == [False]
 
 
+def test_images_longest_not_used_go(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Counting(monkeypatch)
+    made = []
+    for number in range(images.IMAGES_MAX):
+        debs.write_lock(builder.LOCK, lock_of(str(number)))
+        made.append(images.get(Silent()).kernel.parent)
+        os.utime(made[-1], (number, number))
+    debs.write_lock(builder.LOCK, lock_of("0"))
+    images.get(Silent())  # a use
+    debs.write_lock(builder.LOCK, lock_of("new"))
+    made.append(images.get(Silent()).kernel.parent)
+    assert [path.exists() for path in made] == [True, False, True, True, True]
+
+
 def test_digest_covers_lock_and_every_source(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Path] = []
     for source in builder.sources():
@@ -407,7 +421,7 @@ def test_same_packages_give_the_same_bytes(locked: debs.Lock, tmp_path: Path) ->
     with surroundings(0o077, tmp_path, TZ="Asia/Tokyo", LC_ALL="C", PYTHONHASHSEED="1"):
         first = digests(tmp_path / "first", list(locked.debs))
     with surroundings(0o002, Path("/"), TZ="UTC", LC_ALL="de_DE.UTF-8", PYTHONOPTIMIZE="2"):
-        second = digests(tmp_path / "another place", list(reversed(locked.debs)))
+        second = digests(tmp_path / "another: place", list(reversed(locked.debs)))
     assert first == second
     assert set(first) == {"vmlinux", "bzImage", "initrd.cpio"}
 
