@@ -70,7 +70,7 @@ class Channel:
         self._transmit(_encode(op, fields, raw, fds), fds)
 
     def _transmit(self, packet: bytes, fds: Sequence[int], flags: int = 0) -> None:
-        socket.send_fds(self._sock, [packet], fds, flags | socket.MSG_NOSIGNAL)
+        transmit(self._sock, packet, fds, flags)
 
     def recv(self, *, blocking: bool = True) -> Packet | None:
         """Next packet, or None at end of file; with ``blocking=False`` BlockingIOError when there is none."""
@@ -146,6 +146,12 @@ def receive(sock: socket.socket, size: int, flags: int = 0) -> tuple[bytes, list
 def from_fd(fd: int) -> Channel:
     """Channel over an inherited descriptor, which it owns from now on."""
     return Channel(socket.socket(fileno=fd))
+
+
+def transmit(sock: socket.socket, data: bytes | memoryview, fds: Sequence[int], flags: int = 0) -> int:
+    """sendmsg with descriptors: bytes sent. (socket.send_fds of Python 3.11 ignores its flags.)"""
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    return sock.sendmsg([data], ancillary, flags | socket.MSG_NOSIGNAL)
 
 
 def _encode(op: str, fields: dict[str, Any], raw: bytes, fds: Sequence[int]) -> bytes:

@@ -15,7 +15,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from dpu.channel import close_fds, receive
+from dpu.channel import close_fds, receive, transmit
 from dpu.vfio_user.keeping import Message, MessageReader, StreamError
 
 
@@ -85,7 +85,7 @@ class Connection:
         while self._out:
             data, fds = self._out[0]
             try:
-                sent = socket.send_fds(self._sock, [data], fds, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                sent = transmit(self._sock, data, fds, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError as error:

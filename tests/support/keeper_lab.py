@@ -20,7 +20,7 @@ from dpu.vfio_user import wire
 from dpu.vfio_user.wire import Command
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 """Far beyond what anything here takes; a test that needs it has failed."""
 
 _LAUNCHER = """
