@@ -79,6 +79,7 @@ class FakeHost:
 
     async def listen(self, key: str, path: str) -> None:
         self.step(("listen", key))
+        await asyncio.sleep(0)  # here and below: as an answer of the keeper's, it does not come at once
         sock = socket.socket(socket.AF_UNIX)
         try:
             sock.bind(path)
@@ -90,6 +91,8 @@ class FakeHost:
 
     async def unlisten(self, key: str) -> None:
         self.step(("unlisten", key))
+        for _ in range(3):  # longer than "listen": an overtaking call would find the old socket
+            await asyncio.sleep(0)
         path, sock = self.kept.sockets.pop(key)
         sock.close()
         os.unlink(path)
@@ -108,9 +111,11 @@ class FakeHost:
     async def namespace_removed(self, subsystem: Subsystem, nsid: int) -> None:
         assert nsid not in subsystem.by_nsid, "told after it is gone"
         self.step(("namespace_removed", subsystem.nqn, nsid))
+        await asyncio.sleep(0)
 
     async def subsystem_deleted(self, subsystem: Subsystem) -> None:
         self.step(("subsystem_deleted", subsystem.nqn))
+        await asyncio.sleep(0)
 
     def controllers(self) -> list[dict[str, Any]]:
         return self.rows

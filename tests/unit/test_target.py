@@ -448,16 +448,27 @@ def test_controllers_of_one_subsystem(target: Target) -> None:
         target.get_controllers(NQN + "2")
 
 
-def test_changes_are_serial(target: Target) -> None:
-    """A hundred at once: each sees what the one before left."""
+def test_changes_are_serial(target: Target, directory: Path, image: Path) -> None:
+    """Each sees what the one before left, also while that one waits for the keeper or the data path."""
 
-    async def scenario() -> list[Any]:
-        calls = [target.create_memory(num_blocks=8, block_size=512) for _ in range(50)]
-        calls += [target.create_null(name="same", num_blocks=8, block_size=512) for _ in range(50)]
-        return await asyncio.gather(*calls, return_exceptions=True)
+    async def at_once(*calls: Awaitable[Any]) -> list[Any]:
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        return [one.code if isinstance(one, RpcError) else one for one in results]
 
-    results = asyncio.run(scenario())
-    assert sorted(one for one in results if isinstance(one, str)) == sorted(
-        [f"Malloc{n}" for n in range(50)] + ["same"]
-    )
-    assert len([one for one in results if isinstance(one, RpcError)]) == 49
+    async def scenario() -> None:
+        await setup(target, directory, image)
+        second, third = directory.with_name("second"), NQN + "3"
+        second.mkdir()
+        # A bdev that is on its way out, and a new one of its name.
+        made = target.create_memory(name="m", num_blocks=8, block_size=512)
+        assert await at_once(target.delete_bdev("m", MemoryBackend), made) == [True, "m"]
+        assert "bdev/m" in host_of(target).kept.stash
+        # One directory, two takers.
+        listeners = [target.add_listener(nqn=nqn, trtype="VFIOUSER", traddr=str(second)) for nqn in (NQN, NQN + "2")]
+        assert await at_once(*listeners) == [True, -32602]
+        # A subsystem that goes, and one that takes over its directory.
+        await target.create_subsystem(nqn=third)
+        moved = target.add_listener(nqn=third, trtype="VFIOUSER", traddr=str(directory))
+        assert await at_once(target.delete_subsystem(NQN), moved) == [True, True]
+
+    asyncio.run(scenario())
