@@ -440,7 +440,7 @@ class Controller:
     ) -> None:
         """Add a failed command to the error log; ``status`` is the 15-bit Status Field.
 
-        The data plane's owner calls it for failed I/O commands whose completion says MORE.
+        The data plane's owner calls it for failed I/O commands.
         """
         self.errors.record(sqid, cid, status, nsid, lba, parameter_error_location)
 

@@ -55,7 +55,7 @@ LPA: Final = Bits(SMARTS=(0, 0), CSES=(1, 1), LPEDS=(2, 2), MLPS=(5, 5))
 SIZES: Final = Bits(REQUIRED=(0, 3), MAXIMUM=(4, 7))
 ONCS: Final = Bits(NVMCMPS=(0, 0), NVMDSMSV=(2, 2), NVMWZSV=(3, 3), NVMSFS=(4, 4), TSS=(6, 6))
 VWC: Final = Bits(VWCP=(0, 0), FB=(1, 2))
-_FLUSH_BROADCAST_REFUSED: Final = 0b10  # Flush with NSID FFFFFFFFh: Invalid Namespace or Format
+_FLUSH_BROADCAST: Final = 0b11  # Flush with NSID FFFFFFFFh flushes every namespace
 _DLFEAT_ZEROES: Final = 0b001
 _NSATTR_WRITE_PROTECTED: Final = 1
 
@@ -107,7 +107,7 @@ def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
             maxcmd=QUEUE_ENTRIES_MAX,
             nn=subsystem.max_namespaces,
             oncs=ONCS.encode(NVMCMPS=1, NVMDSMSV=1, NVMWZSV=1, NVMSFS=1, TSS=1),
-            vwc=VWC.encode(VWCP=1, FB=_FLUSH_BROADCAST_REFUSED),
+            vwc=VWC.encode(VWCP=1, FB=_FLUSH_BROADCAST),
             awun=0,  # 0's based: one block, as little as can be said
             awupf=0,  # 0's based
             icsvscc=1,

@@ -56,7 +56,7 @@ def test_identify_controller() -> None:
     assert u16(data, 520) == 0b1011101  # ONCS: Compare, DSM, Write Zeroes, Save/Select, Timestamp
     assert u16(data, 522) == 0  # FUSES
     assert data[524] == 0  # FNA
-    assert data[525] == 0b101  # VWC: present, Flush of FFFFFFFFh refused
+    assert data[525] == 0b111  # VWC: present, Flush of FFFFFFFFh supported
     assert (u16(data, 526), u16(data, 528)) == (0, 0)  # AWUN, AWUPF: one block
     assert u32(data, 536) == 0  # SGLS
     assert data[768:1024] == b"nqn.2026-01.org.example:unit".ljust(256, b"\0")

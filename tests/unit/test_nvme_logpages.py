@@ -87,7 +87,9 @@ def test_prp_list_rules() -> None:
     assert _three_pages(host, table + 0x80) == DATA_TRANSFER
     # All entries of a list page are data when they are just enough.
     struct.pack_into("<2Q", data, table + 0xFF0, BUFFER + PAGE, BUFFER + 2 * PAGE)
+    data[BUFFER + 2 * PAGE : BUFFER + 3 * PAGE] = b"\xee" * PAGE
     assert _three_pages(host, table + 0xFF0) == 0
+    assert data[BUFFER + 2 * PAGE : BUFFER + 3 * PAGE] == bytes(PAGE)
 
 
 def test_error_log_holds_the_newest_first() -> None:
