@@ -71,6 +71,9 @@ def _mmap(address: int | None, size: int, protection: int, flags: int, fd: int) 
     return int(result)
 
 
+FileKey = tuple[int, int, int, bool]  # device, inode, size when it was mapped, writable
+
+
 @dataclass(frozen=True)
 class Region:
     """One DMA region; ``host`` is 0 when it is not reachable."""
@@ -79,7 +82,7 @@ class Region:
     size: int
     rights: int
     host: int
-    key: tuple[int, int] | None
+    key: FileKey | None
 
 
 class GuestMap:
@@ -87,7 +90,7 @@ class GuestMap:
 
     def __init__(self) -> None:
         self.regions: list[Region] = []  # sorted by iova
-        self._files: dict[tuple[int, int], Mapping] = {}
+        self._files: dict[FileKey, Mapping] = {}
 
     # ------------------------------------------------------------------------------------------------ changes
 
@@ -99,16 +102,18 @@ class GuestMap:
         rights = flags & (DMA_READ | DMA_WRITE)
         if len(self.regions) >= REGIONS_MAX:
             raise VfioUserError(errno.ENOSPC, f"more than {REGIONS_MAX} DMA regions")
-        for region in self.regions:
-            if iova < region.iova + region.size and region.iova < iova + size:
-                if (region.iova, region.size, region.rights) == (iova, size, rights):
-                    return
-                raise VfioUserError(errno.EEXIST, f"{iova:#x}+{size:#x} overlaps {region.iova:#x}+{region.size:#x}")
-        host, key = (0, None) if fd is None or iova + size > ADDRESS_MAX else self._open(fd, offset, size, rights)
-        self.regions.append(Region(iova, size, rights, host, key))
-        self.regions.sort(key=lambda region: region.iova)
+        reachable = fd is not None and iova + size <= ADDRESS_MAX
+        host, key = self._open(fd, offset, size, rights) if fd is not None and reachable else (0, None)
+        region = Region(iova, size, rights, host, key)
+        for other in self.regions:
+            if iova < other.iova + other.size and other.iova < iova + size and region != other:
+                raise VfioUserError(errno.EEXIST, f"{iova:#x}+{size:#x} overlaps {other.iova:#x}+{other.size:#x}")
+        if region not in self.regions:
+            self.regions.append(region)
+            self.regions.sort(key=lambda one: one.iova)
 
-    def _open(self, fd: int, offset: int, size: int, rights: int) -> tuple[int, tuple[int, int]]:
+    def _open(self, fd: int, offset: int, size: int, rights: int) -> tuple[int, FileKey]:
+        """Host address of a part of a file, mapped whole unless it is; a file that has grown is mapped anew."""
         status = os.fstat(fd)
         try:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -119,14 +124,13 @@ class GuestMap:
             raise VfioUserError(errno.EINVAL, "guest RAM is not sealed against shrinking")
         if offset + size > status.st_size:
             raise VfioUserError(errno.EINVAL, f"region ends at {offset + size:#x} of a file of {status.st_size:#x}")
-        key = (status.st_dev, status.st_ino)
+        key = (status.st_dev, status.st_ino, status.st_size, bool(rights & DMA_WRITE))
         if key not in self._files:
-            # Growing later is harmless: only what was there is mapped.
-            self._files[key] = Mapping(fd, status.st_size, writable=bool(rights & DMA_WRITE))
+            self._files[key] = Mapping(fd, status.st_size, writable=key[3])
         return self._files[key].host + offset, key
 
     def unmap(self, iova: int, size: int) -> None:
-        """Forget the regions inside ``iova`` .. ``iova + size``; ENOENT if one is cut. Mappings stay until ``trim``."""
+        """Forget the regions in ``iova`` .. ``iova + size``; ENOENT if one is cut. Mappings stay until ``trim``."""
         kept = []
         for region in self.regions:
             inside = iova <= region.iova and region.iova + region.size <= iova + size

@@ -216,6 +216,14 @@ class Plane:
         sq.live = 1
         self._list_queues()
 
+    def entries_of(self, doorbell: int) -> int:
+        """Entries of the live queue that a doorbell belongs to; 0 when there is none."""
+        qid = doorbell // 2
+        if qid >= layout.QUEUES:
+            return 0
+        queue = (self.cqs if doorbell % 2 else self.sqs)[qid]
+        return int(queue.entries) if queue.live else 0
+
     def _zero_doorbell(self, index: int) -> None:
         self.doorbells[index] = 0
         if self.record.shadow and index > 1:

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 BAR0, CONFIG_REGION, REGIONS = 0, 7, 9
 IRQ_MSIX, IRQ_ERR, IRQ_REQ, IRQS = 2, 3, 4, 5
+BAD_DOORBELLS_LOGGED = 10  # per client: a guest must not fill the host's disk
 _RW = RegionFlag.READ | RegionFlag.WRITE
 
 
@@ -65,6 +66,7 @@ class Client:
         self.applied = 0
         self.closed = False
         self._seq = 0
+        self._bad_doorbells = 0
         self._changed = False
         self._messages: asyncio.Queue[Packet] = asyncio.Queue()
         self._admin: asyncio.Queue[int] = asyncio.Queue()
@@ -217,13 +219,15 @@ class Client:
         for i, (value,) in enumerate(struct.iter_unpack("<I", data)):
             at = offset // 4 + i
             self.plane.doorbells[at] = value
-            queues = self.plane.cqs if at % 2 else self.plane.sqs
-            if at // 2 >= layout.QUEUES or not queues[at // 2].live:
-                self._bad_doorbell(layout.BAD_DOORBELL_REGISTER, at)
+            entries = self.plane.entries_of(at)
+            if value >= entries:
+                self._bad_doorbell(layout.BAD_DOORBELL_VALUE if entries else layout.BAD_DOORBELL_REGISTER, at)
         self.plane.poller.wake()
 
     def _bad_doorbell(self, kind: int, index: int) -> None:
-        log.warning("client %d: invalid write of doorbell %d", self.number, index)
+        self._bad_doorbells += 1
+        if self._bad_doorbells <= BAD_DOORBELLS_LOGGED:
+            log.warning("client %d: invalid write of doorbell %d", self.number, index)
         self.controller.doorbell_error(index // 2, no_queue=kind == layout.BAD_DOORBELL_REGISTER)
         self._changed = True
 

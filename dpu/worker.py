@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import itertools
 import json
 import logging
@@ -335,6 +336,7 @@ class Worker:
             for key in self._keys(number):
                 self.unstash(key)
         self.channel.send("forget", client=number)
+        gc.collect()  # a controller is a ring of references that holds mappings and descriptors; see main()
 
     # ----------------------------------------------------------------------------------------- for the target
 
@@ -415,6 +417,7 @@ def main() -> None:
     """Entry point of ``python -m dpu.worker``."""
     logging.basicConfig(level=logging.INFO, format="dpud[%(process)d] %(levelname)s %(name)s: %(message)s")
     compile_all()
+    gc.freeze()  # what is here stays: a collection looks only at what came later
     channel, health = from_fd(int(sys.argv[1])), Health(int(sys.argv[2]))
     asyncio.run(serve(channel, health))
 

@@ -682,7 +682,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
     if tail == head:
         return 0
     if tail >= sq.entries:
-        if local.bad_tail != tail:
+        if shadowed and local.bad_tail != tail:
             local.bad_tail = tail
             bad_doorbell(p, c, BAD_DOORBELL_VALUE, 2 * sqid)
         return 0
@@ -693,7 +693,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
     completions = locals_[cqid]
     consumed = load_u32((c.shadow if c.shadow != 0 and cqid != 0 else c.bar) + 8 * cqid + 4)
     if consumed >= cq.entries:
-        if completions.bad_head != consumed:
+        if shadowed and completions.bad_head != consumed:
             completions.bad_head = consumed
             bad_doorbell(p, c, BAD_DOORBELL_VALUE, 2 * cqid + 1)
         return 0
@@ -877,14 +877,16 @@ def store_doorbell(p: Any, c: Any, offset: int, value: int) -> None:
     """One doorbell write, ``offset`` from the first doorbell (Base 3.1.3.24 and .25, DSTRD 0)."""
     queue = offset >> 3
     store_u32(c.bar + offset, value)
-    live = False
+    entries = 0
     if queue < QUEUES:
         if offset & 4:
-            live = view(c.state + CQ_OFFSET, QUEUES, CQ)[queue].live != 0
+            cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[queue]
+            entries = cq.entries if cq.live else 0
         else:
-            live = view(c.state + SQ_OFFSET, QUEUES, SQ)[queue].live != 0
-    if not live:
-        bad_doorbell(p, c, BAD_DOORBELL_REGISTER, offset >> 2)
+            sq = view(c.state + SQ_OFFSET, QUEUES, SQ)[queue]
+            entries = sq.entries if sq.live else 0
+    if value >= entries:
+        bad_doorbell(p, c, BAD_DOORBELL_VALUE if entries else BAD_DOORBELL_REGISTER, offset >> 2)
 
 
 @compiled
@@ -903,7 +905,11 @@ def drain_socket(p: Any, c: Any) -> int:
         at = 0
         while size - at >= _DOORBELL_BYTES:
             m = view(p.scratch + at, 1, DOORBELL)[0]
-            if signed(m.command) != _REGION_WRITE or signed(m.size) != _DOORBELL_BYTES or signed(m.flags) != _NO_REPLY:
+            if (
+                signed(m.command) != _REGION_WRITE
+                or signed(m.size) != _DOORBELL_BYTES
+                or signed(m.flags) != _NO_REPLY
+            ):
                 break
             offset = m.offset - DOORBELLS_OFFSET
             if signed(m.region) != 0 or signed(m.count) != 4 or offset & 3 or offset < 0 or offset >= BAR_BYTES:
