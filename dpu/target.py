@@ -289,7 +289,7 @@ class Target:
         """``listeners``: key -> path that the keeper has. Closes those that no subsystem names."""
         for key in listeners:
             if self.subsystem_of(key) is None:
-                await self.host.unlisten(key)
+                await self._quietly(self.host.unlisten(key), f"close listener {key}")
 
     def subsystem_of(self, listener_key: str) -> Subsystem | None:
         """Whom a client that came by this listener talks to; None when the listener is gone."""
