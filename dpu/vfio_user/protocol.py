@@ -24,7 +24,8 @@ from dpu.vfio_user.wire import Command, DmaUnmapFlag, HeaderFlag, IrqSetFlag, Re
 
 ADDRESS_END = 1 << 64
 
-_DMA_FLAGS = wire.DmaFlag.READ | wire.DmaFlag.WRITE | wire.DmaFlag.MMAP | wire.DmaFlag.FILE_IO
+# A plain number: the complement of an IntFlag keeps to its named bits.
+_DMA_FLAGS = int(wire.DmaFlag.READ | wire.DmaFlag.WRITE | wire.DmaFlag.MMAP | wire.DmaFlag.FILE_IO)
 _IRQ_DATA = IrqSetFlag.DATA_NONE | IrqSetFlag.DATA_BOOL | IrqSetFlag.DATA_EVENTFD
 _IRQ_ACTION = IrqSetFlag.ACTION_MASK | IrqSetFlag.ACTION_UNMASK | IrqSetFlag.ACTION_TRIGGER
 
