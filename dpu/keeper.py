@@ -365,10 +365,17 @@ class Keeper:
     # -------------------------------------------------------------------------------- channel to the worker
 
     def _send(self, worker: Worker, op: str, raw: bytes = b"", fds: Sequence[int] = (), **fields: object) -> None:
-        if worker.channel_open:
-            with contextlib.suppress(OSError):  # it has died: its end of file follows
-                worker.channel.send(op, raw=raw, fds=fds, **fields)
-                self._watch_channel(worker)
+        if not worker.channel_open:
+            return
+        try:
+            worker.channel.send(op, raw=raw, fds=fds, **fields)
+        except ConnectionError:  # it has died: its end of file follows
+            return
+        except OSError as error:  # a packet that is missing would leave it astray
+            log.error("cannot send %s to worker %d: %s", op, worker.pid, error)
+            worker.kill("keeper: lost packet")
+            return
+        self._watch_channel(worker)
 
     def _watch_channel(self, worker: Worker) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.backlog else 0)

@@ -110,6 +110,8 @@ class FakeWorker:
         if packet is None:
             return
         killpoint("adopted")
+        if self.generation == int(os.environ.get("FAKE_HANG_GENERATION", "0")):
+            signal.pause()
         self.channel.send("up")
         while True:
             self.turn()
@@ -198,6 +200,9 @@ class FakeWorker:
             reply = asyncio.run(coroutine)
             killpoint("executed")
             fds = list(client.session.reply_fds)
+            if os.environ.get("FAKE_STALE_REPLIES"):
+                self.channel.send("reply", client=client.number, seq=fields["seq"] - 1, raw=b"stale")
+                self.channel.send("reply", client=client.number + 1000, seq=fields["seq"], raw=b"stale")
             client.taking = False
             self.channel.send("reply", client=client.number, seq=fields["seq"], raw=reply, fds=fds)
             killpoint("replied")

@@ -25,20 +25,24 @@ DEADLINE_S = 30.0
 
 _LAUNCHER = """
 import json, logging, os, sys
+from dpu import keeper
 from dpu.errors import EmuError
-from dpu.keeper import Keeper
 options = json.loads(sys.argv[1])
+vars(keeper).update(options.pop("constants", {}))
 logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="dpud: %(message)s")
 try:
-    keeper = Keeper(environment=os.environ, cpus=[0], on_ready=lambda: logging.info("ready"), **options)
-    keeper.run()
+    on_ready = lambda: logging.info("ready")
+    keeper.Keeper(environment=os.environ, cpus=[0], on_ready=on_ready, **options).run()
 except EmuError as error:
     sys.exit(f"dpud: {error}")
 """
 
 
 class KeeperLab:
-    """One keeper process; ``log`` are its lines so far."""
+    """One keeper process; ``log`` are its lines so far.
+
+    :param env: more environment; :param options: of Keeper, and ``constants`` of its module to change
+    """
 
     def __init__(self, tmp_path: Path, *, env: dict[str, str] | None = None, **options: Any) -> None:
         self.directory = tmp_path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import signal
 import socket
 import stat
@@ -218,6 +219,14 @@ def test_a_reply_can_carry_a_descriptor(start: Start) -> None:
     assert [os.pread(fd, 4, 0) for fd in fds] == [b"seen"]
 
 
+def test_a_reply_to_another_message_is_not_sent(start: Start) -> None:
+    lab = start(env={"FAKE_STALE_REPLIES": "1"}).ready()
+    client = VfioClient(lab.listen("a"))
+    client.write(0, b"true")
+    assert client.read(0) == b"true"
+    assert client.silent()
+
+
 def test_half_a_message_survives_the_worker(start: Start) -> None:
     lab = start().ready()
     path = lab.listen("a")
@@ -371,6 +380,34 @@ def test_a_stopped_worker_is_replaced(start: Start) -> None:
     os.kill(lab.rpc("state")["pid"], signal.SIGSTOP)
     assert client.read(0) == bytes(4)
     lab.wait_log(r"died \(SIGKILL by watchdog: control\), \d+ serves after")
+
+
+def test_a_worker_that_never_says_up_is_replaced(start: Start) -> None:
+    lab = start(env={"FAKE_HANG_GENERATION": "2"}, constants={"ADOPTION_S_MAX": 0.5}, watchdog_s=2.0).ready()
+    client = VfioClient(lab.listen("a"))
+    first = lab.kill_worker()
+    assert client.read(0) == bytes(4)
+    lab.wait_log(r"worker \d+ died \(SIGKILL by watchdog: adoption\) before it served")
+    lab.wait_log(rf"worker {first} died \(SIGKILL\), \d+ serves after")
+    assert lab.rpc("state")["generation"] == 3
+
+
+def test_without_descriptors_left_others_are_served(start: Start) -> None:
+    lab = start(standby=False).ready()
+    path = lab.listen("a")
+    client, victim = VfioClient(path), VfioClient(path)
+    limits = resource.prlimit(lab.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(lab.process.pid, resource.RLIMIT_NOFILE, (lab.fds(), limits[1]))
+    with socket.socket(socket.AF_UNIX) as refused:
+        refused.connect(path)
+        assert refused.recv(1) == b""
+    lab.wait_log("out of file descriptors")
+    victim.send(Command.DMA_MAP, bytes(wire.DmaMap(32, 3, 0, 0, 4096)), fds=[memfd()])
+    assert victim.sock.recv(1) == b""
+    lab.wait_log("connection over: descriptors were lost")
+    assert client.read(0) == bytes(4)
+    resource.prlimit(lab.process.pid, resource.RLIMIT_NOFILE, limits)
+    assert VfioClient(path).dma_map(0, 4096, memfd()) == 0
 
 
 def test_a_worker_that_talks_nonsense_is_replaced(start: Start) -> None:
