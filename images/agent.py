@@ -167,7 +167,6 @@ class Exec:
             return
         except OSError:  # it does not read any more
             self.input.clear()
-            self.input_ends = True
         self.agent.unwatch(self.stdin)
         if self.input_ends:
             os.close(self.stdin)

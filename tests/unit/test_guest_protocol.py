@@ -357,8 +357,8 @@ def test_next_host_finds_an_agent_in_the_middle_of_a_frame(tmp_path: Path, monke
 def test_next_host_drops_what_was_said_to_another_one(tmp_path: Path) -> None:
     async def scenario(port: Port, guest: Guest) -> None:
         await guest.close()
-        # the rest of a frame to a former host, and an answer that carries an id which the next one uses
-        stale = agent.pack({"id": 2, "code": 1})
+        # the rest of a frame to a former host, and an answer that carries the id of the next one's hello
+        stale = agent.pack({"id": 1, "code": 1})
         serve = port._serve
 
         async def with_left_overs(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -391,6 +391,30 @@ def test_hello_ends_what_the_former_host_left_running(tmp_path: Path) -> None:
             assert (await after.exec(["true"])).code == 0
         # reaped, not left as a zombie
         await until(lambda: not Path(f"/proc/{pids[0]}").exists())
+
+    run(tmp_path, scenario)
+
+
+def test_hello_said_twice_by_one_host_ends_nothing(tmp_path: Path) -> None:
+    async def scenario(port: Port, guest: Guest) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        running = asyncio.ensure_future(guest.exec(["cat", str(tmp_path / "fifo")]))
+        await guest.ping()  # so the program runs
+        guest._send({"id": 0, "op": "hello", "nonce": guest._nonce})
+        await guest.run(f"echo still > {tmp_path}/fifo", timeout_s=PATIENCE_S)
+        assert (await running).stdout == b"still\n"
+
+    run(tmp_path, scenario)
+
+
+def test_hello_closes_what_the_former_host_left_open(tmp_path: Path) -> None:
+    async def scenario(port: Port, guest: Guest) -> None:
+        fds = os.listdir(f"/proc/{port.process.pid}/fd")
+        await guest._request("open", path="/dev/zero", mode="r")
+        assert len(os.listdir(f"/proc/{port.process.pid}/fd")) == len(fds) + 1
+        await guest.close()
+        async with connected(port):
+            assert os.listdir(f"/proc/{port.process.pid}/fd") == fds
 
     run(tmp_path, scenario)
 

@@ -145,6 +145,29 @@ def test_call_into_a_detached_library_is_a_segfault(program: Path, tmp_path: Pat
     assert subprocess.run([changed, "-Z", tmp_path], capture_output=True).returncode == -11
 
 
+def required(data: bytes) -> list[str]:
+    """The libraries of the version requirements, walked as the gABI's figure of them shows."""
+    table, strings = elf.section(data, ".gnu.version_r"), elf.section(data, ".dynstr")
+    dynamic = elf._Dynamic(data)
+    at = dynamic.tags[elf.DT_VERNEED] - elf._Dynamic(Path("/bin/ls").read_bytes()).tags[elf.DT_VERNEED]
+    names = []
+    while True:
+        _, _, name, _, following = struct.unpack_from("<HHIII", table, at)
+        names.append(strings[name:].split(b"\0")[0].decode())
+        if not following:
+            assert len(names) == dynamic.tags[elf.DT_VERNEEDNUM]
+            return names
+        at += following
+
+
+def test_detach_takes_any_library_out_of_the_version_requirements(program: Path) -> None:
+    data = program.read_bytes()
+    before = required(data)
+    assert len(before) > 1
+    for library in before:
+        assert required(elf.detach(data, [library])) == [name for name in before if name != library]
+
+
 def test_detach_refuses_what_is_not_asked_for(program: Path) -> None:
     with pytest.raises(ValueError, match=r"libno\.so"):
         elf.detach(program.read_bytes(), ["libno.so"])
