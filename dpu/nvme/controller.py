@@ -21,7 +21,7 @@ A worker that is killed
     again, which gives the same answer, because ``execute`` depends on nothing but state and guest memory:
 
     * Create: the plane may have opened the queue already; the repeated open carries the same epoch and so finds
-      the queue as it was. No reset can lie between: a reset takes an epoch of its own.
+      the queue as it was. After a reset in between, the admin queue takes that epoch, so no I/O queue can.
     * Delete: the plane may have closed the queue already; ``reopen`` opens it with its old epoch, so its head
       and phase are kept and nothing is fetched twice; the repeated command closes it again.
     * CC.EN = 0: as Delete, for all queues.
@@ -167,7 +167,7 @@ class Controller:
         Base 3.1.3 leaves other accesses undefined. Returns when what was asked for has happened: CSTS is
         current with the next read.
         """
-        if offset % 4 or len(data) not in (4, 8):
+        if len(data) not in (4, 8):
             return
         for at in range(0, len(data), 4):
             writer = self._WRITERS.get(offset + at)
@@ -314,7 +314,6 @@ class Controller:
         self._ready = False
         self._shut_down = False
         self._intms = 0
-        self._epoch += 1  # a creation that a dead worker did not save never shares its epoch with a later one
 
     # Queues
 
