@@ -85,10 +85,14 @@ class Parser:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._wanted = 0  # bytes that the frame at its start has, once that is known
 
     def feed(self, data: bytes) -> list[tuple[dict[str, Any], bytes]]:
         """The frames that ``data`` completes."""
         self._buffer += data
+        if len(self._buffer) < self._wanted:
+            return []
+        self._wanted = 0
         frames: list[tuple[dict[str, Any], bytes]] = []
         while (start := self._buffer.find(SYNC)) >= 0:
             del self._buffer[:start]
@@ -98,6 +102,7 @@ class Parser:
             end = HEAD_BYTES + text_bytes + raw_bytes
             if text_bytes <= JSON_BYTES_MAX and raw_bytes <= RAW_BYTES_MAX:
                 if len(self._buffer) < end:
+                    self._wanted = end
                     return frames
                 body = bytes(self._buffer[HEAD_BYTES:end])
                 fields = _object(body[:text_bytes]) if zlib.crc32(body) == check else None
