@@ -14,8 +14,10 @@ import os
 import select
 import signal
 import socket
+import stat
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from dpu import channel
@@ -24,7 +26,7 @@ from dpu.killpoint import killpoint
 from dpu.vfio_user import wire
 from dpu.vfio_user.protocol import IrqInfo, RegionInfo, Session, Window
 
-BAR_BYTES = 0x4000
+BAR_BYTES = wire.DATA_BYTES_MAX
 DOORBELLS = 0x1000
 FATAL_OFFSET = 0x666
 DOORBELL_BYTES = 36
@@ -46,6 +48,8 @@ class FakeDevice:
         self.irqs = [IrqInfo(i, 300 if i == 2 else 1, wire.IrqFlag.EVENTFD) for i in range(5)]
 
     async def region_read(self, region: int, offset: int, count: int) -> bytes:
+        if count == BAR_BYTES:
+            record(event="read all")
         return os.pread(self.bar_fd, count, offset).ljust(count, b"\0")
 
     async def region_write(self, region: int, offset: int, data: bytes, replayed: bool) -> None:
@@ -101,6 +105,7 @@ class FakeWorker:
         self.generation = 0
         self.answers: list[dict[str, Any]] = []
         self.hung: set[str] = set()
+        self.afterwards: list[Callable[[], None]] = []
 
     def run(self) -> None:
         killpoint("starting")
@@ -207,6 +212,7 @@ class FakeWorker:
             self.channel.send("reply", client=client.number, seq=fields["seq"], raw=reply, fds=fds)
             killpoint("replied")
         elif packet.op == "gone":
+            killpoint("gone")
             client = self.clients.pop(fields["client"])
             client.sock.close()
             for fd in client.device.vectors.values():
@@ -233,6 +239,8 @@ class FakeWorker:
             request = json.loads(line)
             answer = getattr(self, "rpc_" + request.pop("op"))(**request)
             connection.sendall(json.dumps(answer).encode() + b"\n")
+        while self.afterwards:
+            self.afterwards.pop()()
         if self.hung & {"all"}:
             while True:
                 time.sleep(100)
@@ -241,7 +249,7 @@ class FakeWorker:
         return {
             "pid": os.getpid(),
             "generation": self.generation,
-            "stash": {k: os.pread(fd, 64, 0).decode("latin1") for k, fd in self.stash.items()},
+            "stash": {k: self.text(fd) for k, fd in self.stash.items()},
             "listeners": self.listeners,
             "config": self.config.load().decode(),
             "environment": {k: v for k, v in os.environ.items() if k.startswith("DPU_EMU")},
@@ -254,6 +262,10 @@ class FakeWorker:
                 for c in self.clients.values()
             },
         }
+
+    @staticmethod
+    def text(fd: int) -> str:
+        return os.pread(fd, 64, 0).decode("latin1") if stat.S_ISREG(os.fstat(fd).st_mode) else "socket"
 
     def _awaited(self, op: str, **fields: Any) -> dict[str, Any]:
         self.channel.send(op, **fields)
@@ -305,7 +317,14 @@ class FakeWorker:
         return {}
 
     def rpc_stop(self) -> dict[str, Any]:
-        self.channel.send("stop")
+        self.afterwards.append(lambda: self.channel.send("stop"))
+        return {}
+
+    def rpc_burst(self, count: int) -> dict[str, Any]:
+        """Send more than the keeper takes in one turn, and die."""
+        for number in range(count):
+            self.channel.send("stash", key=f"burst/{number}", fds=[self.rpc.fileno()])
+        os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
     def rpc_nonsense(self) -> dict[str, Any]:
