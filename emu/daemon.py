@@ -202,6 +202,8 @@ class Dpu:
         assert not self.running, f"{self.name} runs already"
         command = dpud_command(self.config, self.rpc_socket)
         self.rpc_socket.unlink(missing_ok=True)
+        if self._process is None:  # the first start: what is there is another lab's
+            self.log.unlink(missing_ok=True)
         ready, theirs = os.pipe()
         try:
             self._process = Process.spawn(

@@ -29,11 +29,12 @@ from typing import Any, Literal
 
 from dpu.errors import EmuError
 from emu import accel, images, qemu, snapshot
+from emu.accel import Accel
 from emu.daemon import ControllerConfig, Dpu, DpuConfig, NamespaceConfig, dpud_command, rpc_calls
 from emu.ledger import Ledger
 from emu.paths import cache_dir
 from emu.progress import Progress
-from emu.vm import DiskConfig, Platform, Vm, VmConfig, VmPaths, device_json, qemu_command
+from emu.vm import DiskConfig, Platform, Vm, VmConfig, VmError, VmPaths, device_json, qemu_command
 
 __all__ = [
     "ControllerConfig",
@@ -112,6 +113,7 @@ class Lab:
         self._signals = _SigTerm()
 
     async def __aenter__(self) -> Lab:
+        _check(self.config)
         self._signals.install()
         try:
             self._make_directories()
@@ -160,6 +162,17 @@ class Lab:
         await dpu.configure()
 
     async def _start_vm(self, vm: Vm) -> None:
+        try:
+            await self._boot(vm)
+        except VmError as error:
+            if self.config.accel != "auto" or vm.platform.accel.name != "kvm":
+                raise
+            # the probe found KVM usable, this guest did not: whatever it is, TCG does not have it
+            self.progress.note(f"{error.message} with KVM; taking TCG")
+            vm.platform = replace(vm.platform, accel=Accel("tcg", f"with KVM, {error.message}"))
+            await self._boot(vm)
+
+    async def _boot(self, vm: Vm) -> None:
         if self.config.restore:
             await snapshot.start(vm, self.progress)
         else:
@@ -168,11 +181,8 @@ class Lab:
     async def _attach(self, vm: Vm) -> None:
         """In the order of the configuration: the guest numbers its controllers as they come."""
         for name, controller in vm.config.dpus:
-            dpu = self.dpus.get(name)
-            if dpu is None:
-                raise EmuError(f"{vm.name} is to have {name}.{controller}, but there is no DPU {name}")
-            count = dpu.namespaces(controller)
-            await vm.attach(dpu.socket(controller), f"{name}.{controller}", count)
+            dpu = self.dpus[name]
+            await vm.attach(dpu.socket(controller), f"{name}.{controller}", dpu.namespaces(controller))
 
     async def collect(self) -> None:
         """Write each running guest's kernel log to dmesg.txt in its output folder."""
@@ -203,6 +213,19 @@ async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(one)
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+def _check(config: LabConfig) -> None:
+    """Every controller that a VM is to have exists and has one VM: a vfio-user socket serves one client."""
+    free = {(dpu.name, controller.name) for dpu in config.dpus for controller in dpu.controllers}
+    for vm in config.vms:
+        for device in vm.dpus:
+            if device not in free:
+                raise EmuError(
+                    f"{vm.name} cannot have controller {'.'.join(device)}: it is in use or does not exist",
+                    f"free: {', '.join(map('.'.join, sorted(free))) or 'none'}; give each VM controllers of its own",
+                )
+            free.remove(device)
 
 
 def _vm_platform(platform: Platform, vm: VmConfig) -> Platform:

@@ -20,7 +20,7 @@ import contextlib
 import logging
 import shlex
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
@@ -41,7 +41,7 @@ ROOT_PORTS_MIN = 8
 ROOT_PORTS_MAX = 24  # q35 has 32 slots on its root bus; some are taken
 FIRST_PORT_SLOT = 4
 CONSOLE_LINES = 30
-BOOT_PATIENCE_S = 90.0  # a boot takes 4 s of CPU under TCG
+BOOT_PATIENCE_S = {"tcg": 90.0, "kvm": 30.0}  # a boot takes 4 s of CPU under TCG
 PLUG_PATIENCE_S = 30.0
 MESSAGE_TIMEOUT_MS = 60_000  # the watchdog of dpud is far shorter; a loaded host must not cost the controller
 
@@ -147,30 +147,12 @@ def qemu_command(config: VmConfig, platform: Platform, paths: VmPaths, *, incomi
         # shared and sealed: the daemon maps the guest's memory
         *("-object", f"memory-backend-memfd,id=ram,size={config.memory_mib}M,share=on"),
         *("-device", "virtio-serial-pci,id=serial,max_ports=2,addr=2"),
-        *("-chardev", f"socket,id=agent,path={paths.agent},server=on,wait=off"),
+        *("-chardev", f"socket,id=agent,path={_escaped(paths.agent)},server=on,wait=off"),
         *("-device", f"virtserialport,chardev=agent,name={AGENT_PORT}"),
-        *("-chardev", f"file,id=console,path={paths.console},append=on", "-serial", "chardev:console"),
-        *(
-            "-chardev",
-            f"socket,id=qmp,path={paths.qmp},server=on,wait=off",
-            "-mon",
-            "chardev=qmp,mode=control",
-        ),
+        *("-chardev", f"file,id=console,path={_escaped(paths.console)},append=on", "-serial", "chardev:console"),
+        *("-qmp", f"unix:{_escaped(paths.qmp)},server=on,wait=off"),
     ]
-    for port in range(root_ports(config)):
-        slot = FIRST_PORT_SLOT + port
-        command += [
-            "-device",
-            f"pcie-root-port,id=rp{port},chassis={port + 1},slot={port + 1},addr={slot:#x},io-reserve=0",
-        ]
-    for number, disk in enumerate(config.disks):
-        form = "qcow2" if disk.path.suffix == ".qcow2" else "raw"
-        read_only = "on" if disk.read_only else "off"
-        command += [
-            "-drive",
-            f"file={_escaped(disk.path)},if=none,id=disk{number},format={form},read-only={read_only}",
-        ]
-        command += ["-device", f"virtio-blk-pci,drive=disk{number}"]
+    command += [*_port_options(root_ports(config)), *_disk_options(config.disks)]
     command += ["-kernel", str(image.kernel), "-append", append]
     if image.initrd is not None:
         command += ["-initrd", str(image.initrd)]
@@ -178,6 +160,20 @@ def qemu_command(config: VmConfig, platform: Platform, paths: VmPaths, *, incomi
     if incoming:
         command += ["-incoming", "defer", "-S"]
     return command
+
+
+def _port_options(count: int) -> Iterator[str]:
+    for port in range(count):
+        place = f"chassis={port + 1},slot={port + 1},addr={FIRST_PORT_SLOT + port:#x}"
+        yield from ("-device", f"pcie-root-port,id=rp{port},{place},io-reserve=0")
+
+
+def _disk_options(disks: Sequence[DiskConfig]) -> Iterator[str]:
+    for number, disk in enumerate(disks):
+        form = "qcow2" if disk.path.suffix == ".qcow2" else "raw"
+        access = "on" if disk.read_only else "off"
+        yield from ("-drive", f"file={_escaped(disk.path)},if=none,id=disk{number},format={form},read-only={access}")
+        yield from ("-device", f"virtio-blk-pci,drive=disk{number}")
 
 
 def device_json(socket: Path, identifier: str, port: int) -> dict[str, Any]:
@@ -303,6 +299,10 @@ class Vm:
         return _needed(self._process, self.name)
 
     @property
+    def boot_patience_s(self) -> float:
+        return BOOT_PATIENCE_S[self.platform.accel.name]
+
+    @property
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
@@ -336,6 +336,9 @@ class Vm:
         (self.out / "qemu.txt").write_text(shlex.join(command) + "\n")
         for path in (self.paths.qmp, self.paths.agent):
             path.unlink(missing_ok=True)
+        if self._process is None:  # the first start: what is there is another lab's
+            for path in (self.paths.console, self.out / "qemu.log"):
+                path.unlink(missing_ok=True)
         self._console_from = _size(self.paths.console)
         self.restored = restore is not None
         self._process = Process.spawn(
@@ -345,7 +348,7 @@ class Vm:
             ledger=self.ledger,
         )
         try:
-            await self._race(self._bring_up(restore), BOOT_PATIENCE_S, "is not ready")
+            await self._race(self._bring_up(restore), self.boot_patience_s, "is not ready")
         except BaseException as error:
             await self.kill()
             if isinstance(error, QMPError):
@@ -417,11 +420,11 @@ class Vm:
     async def reboot(self) -> None:
         """Reboot from inside, in order, and wait until the agent and every controller are back."""
         with self.qmp.listener("RESET") as resets:
-            asking = asyncio.ensure_future(self.guest.exec(["reboot"], timeout_s=BOOT_PATIENCE_S))
-            await self._race(resets.get(), BOOT_PATIENCE_S, "does not reboot")
+            asking = asyncio.ensure_future(self.guest.exec(["reboot"], timeout_s=self.boot_patience_s))
+            await self._race(resets.get(), self.boot_patience_s, "does not reboot")
         await _drop(asking)
         self._console_from = _size(self.paths.console)
-        await self._race(self._reconnect(), BOOT_PATIENCE_S, "is not back after its reboot")
+        await self._race(self._reconnect(), self.boot_patience_s, "is not back after its reboot")
         self.attached = [await self._seen_again(one) for one in self.attached]
 
     async def _reconnect(self) -> None:

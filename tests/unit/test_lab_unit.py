@@ -19,8 +19,9 @@ from emu import daemon
 from emu.accel import Accel
 from emu.daemon import Dpu, DpuError, make_file, rpc_calls
 from emu.images import Image
-from emu.lab import ControllerConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig, plan, together
+from emu.lab import ControllerConfig, DpuConfig, Lab, LabConfig, NamespaceConfig, VmConfig, plan, together
 from emu.process import Identity
+from emu.progress import Silent
 from emu.qemu import Qemu
 from emu.vm import CONSOLE_LINES, Platform, panic_lines
 
@@ -79,6 +80,25 @@ def test_plan_is_the_whole_lab_as_commands(tmp_path: Path) -> None:
     assert [device["bus"] for device in devices] == ["rp0", "rp1"]
     assert not any(arg.startswith("{") for arg in found.vms["b"])
     assert found.dpus["card"][-2:] == ["-r", "/run/x/card/rpc"]
+
+
+@pytest.mark.parametrize(
+    "vms",
+    [
+        (VmConfig("a", dpus=(("card", "none"),)),),
+        (VmConfig("a", dpus=(("none", "fast"),)),),
+        (VmConfig("a", dpus=(("card", "fast"), ("card", "fast"))),),
+        (VmConfig("a", dpus=(("card", "fast"),)), VmConfig("b", dpus=(("card", "fast"),))),
+    ],
+)
+def test_a_controller_that_is_not_free_is_refused_before_anything_starts(vms: tuple[VmConfig, ...]) -> None:
+    async def main() -> None:
+        platform = Platform(Qemu(Path("/q"), "11", "user"), Accel("tcg", ""), Image(Path("/k"), None, "d"))
+        async with Lab(LabConfig(vms=vms, dpus=(CARD,)), platform, Silent()):
+            raise AssertionError("it started")
+
+    with pytest.raises(EmuError, match=r"cannot have controller \w+\.\w+: .*free: .*card\.slow"):
+        asyncio.run(main())
 
 
 def test_files_are_made_sparse_and_never_resized(tmp_path: Path) -> None:
