@@ -131,7 +131,7 @@ class Guest:
         self._lose("the connection was closed")
         self._receiving.cancel()
         await asyncio.wait([self._receiving])
-        self._writer.close()
+        self._writer.transport.abort()  # what a guest that hangs has not taken is not waited for
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
