@@ -24,7 +24,7 @@ from emu.lab import ControllerConfig, DpuConfig, Lab, LabConfig, NamespaceConfig
 from emu.ledger import clean
 from emu.process import Identity
 from emu.progress import Silent
-from emu.vm import Platform
+from emu.vm import Platform, Vm
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
 
@@ -148,6 +148,56 @@ def test_a_lab_from_start_to_end(platform: Platform, runtime: Path, tmp_path: Pa
     logs = {f"{vm}/{log}" for vm in ("vm0", "vm1") for log in ("console.log", "qemu.log", "qemu.txt", "dmesg.txt")}
     assert logs | {"card/dpud.log", "other/dpud.log"} <= written
     assert b"nvme" in (tmp_path / "out" / "vm0" / "dmesg.txt").read_bytes()
+
+
+def eight_controllers() -> LabConfig:
+    controllers = tuple(ControllerConfig(f"c{n}", (NamespaceConfig("memory", 16 * MIB),)) for n in range(8))
+    vm = VmConfig("vm0", memory_mib=384, dpus=tuple(("card", one.name) for one in controllers))
+    return LabConfig("eight", vms=(vm,), dpus=(DpuConfig("card", controllers),))
+
+
+async def write_names(vm: Vm) -> None:
+    """Into the first block of each device, the name of its controller."""
+    for one in vm.attached:
+        await vm.guest.run(f"yes {one.id} | head -c 4096 | dd of=/dev/{one.namespaces[0]} bs=4096 oflag=direct")
+
+
+async def check_names(vm: Vm) -> None:
+    for one in vm.attached:
+        command = f"dd if=/dev/{one.namespaces[0]} bs=4096 count=1 iflag=direct | head -1"
+        assert await vm.guest.run(command) == f"{one.id}\n"
+
+
+def test_eight_controllers_survive_a_reboot_and_a_killed_qemu(platform: Platform, runtime: Path) -> None:
+    """The new QEMU connects to the same sockets; the data is where it was."""
+
+    async def main() -> None:
+        async with Lab(eight_controllers(), platform, Silent()) as lab:
+            vm = lab.vms["vm0"]
+            assert [one.controller for one in vm.attached] == [f"nvme{n}" for n in range(8)]
+            await write_names(vm)
+            await vm.reboot()
+            assert {one.controller for one in vm.attached} == {f"nvme{n}" for n in range(8)}
+            await check_names(vm)
+            await vm.power_cycle()
+            await check_names(vm)
+            assert lab.dpus["card"].restarts_ms() == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_ten_reboots(platform: Platform, runtime: Path) -> None:
+    async def main() -> None:
+        async with Lab(eight_controllers(), platform, Silent()) as lab:
+            vm = lab.vms["vm0"]
+            await write_names(vm)
+            for _ in range(10):
+                await vm.reboot()
+                await check_names(vm)
+            assert lab.dpus["card"].restarts_ms() == []
+
+    asyncio.run(main())
 
 
 def test_kill_9_leaves_what_clean_removes(runtime: Path, tmp_path: Path) -> None:
