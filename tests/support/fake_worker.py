@@ -321,14 +321,14 @@ class FakeWorker:
         return {}
 
     def rpc_burst(self, count: int) -> dict[str, Any]:
-        """Send more than the keeper takes in one turn, and die."""
+        """Send ``count`` packets, and die."""
         for number in range(count):
             self.channel.send("stash", key=f"burst/{number}", fds=[self.rpc.fileno()])
         os.kill(os.getpid(), signal.SIGKILL)
         return {}
 
     def rpc_nonsense(self) -> dict[str, Any]:
-        self.channel.send("reply", raw=b"what")
+        self.afterwards.append(lambda: self.channel.send("reply", raw=b"what"))
         return {}
 
 

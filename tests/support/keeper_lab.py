@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,13 @@ class KeeperLab:
     def events(self, **wanted: Any) -> list[dict[str, Any]]:
         lines = self.fake_log.read_text().splitlines()
         return [e for e in map(json.loads, lines) if all(e.get(k) == v for k, v in wanted.items())]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Pass the time with requests until ``condition`` holds."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline_s, "it never holds"
+            self.rpc("state")
 
     def fds(self) -> int:
         """How many descriptors the keeper has open."""

@@ -254,10 +254,14 @@ def test_the_inside_of_a_message_is_not_taken_for_a_doorbell(start: Start) -> No
     data = wire.message(99, Command.REGION_WRITE, doorbell, HeaderFlag.NO_REPLY)
     message = client.message(Command.REGION_WRITE, bytes(wire.RegionAccess(0, 0, len(data))) + data)
     client.sock.sendall(message[: -len(data)])
-    while unread(client.sock):
-        lab.rpc("state")  # until the keeper has read the beginning
+    lab.until(lambda: not unread(client.sock))
     lab.kill_worker()
+    lab.rpc("state")
+    lab.process.send_signal(signal.SIGSTOP)  # the worker alone could see it now
     client.sock.sendall(data)
+    for _ in range(10):
+        lab.rpc("state")
+    lab.process.send_signal(signal.SIGCONT)
     assert client.reply_to(client.next_id - 1)[0] == 0
     assert client.read(0, len(data)) == data
     assert client.read(DOORBELLS) == bytes(4)
@@ -269,13 +273,15 @@ def unread(sock: socket.socket) -> int:
 
 
 def test_what_a_worker_sent_before_it_died_counts(start: Start) -> None:
-    lab = start().ready()
-    lab.listen("a")
+    lab = start(constants={"_PACKETS_PER_TURN": 1}).ready()
+    worker = os.pidfd_open(lab.rpc("state")["pid"])
+    lab.process.send_signal(signal.SIGSTOP)  # so that the death and what was sent are seen together
     with socket.socket(socket.AF_UNIX) as rpc:
         rpc.connect(lab.rpc_path)
-        rpc.sendall(b'{"op": "burst", "count": 300}\n')
-        assert rpc.recv(1) == b""
-    assert len(lab.rpc("state")["stash"]) == 300
+        rpc.sendall(b'{"op": "burst", "count": 8}\n')
+        wait_exit(worker)
+    lab.process.send_signal(signal.SIGCONT)
+    assert len(lab.rpc("state")["stash"]) == 8
 
 
 def test_an_oversize_message_is_discarded_and_refused(start: Start) -> None:
@@ -319,6 +325,17 @@ def test_a_size_below_the_header_ends_the_connection(start: Start, size: int) ->
     assert other.read(0) == bytes(4)
 
 
+def test_the_end_of_a_connection_needs_no_worker(start: Start) -> None:
+    lab = start().ready()
+    client = VfioClient(lab.listen("a"))
+    header = bytes(wire.Header(1, Command.REGION_READ, 3, 0, 0))
+    client.sock.sendall(header[:7])
+    lab.until(lambda: not unread(client.sock))
+    os.kill(lab.rpc("state")["pid"], signal.SIGSTOP)  # it has a dup of the socket
+    client.sock.sendall(header[7:])
+    assert client.sock.recv(1) == b""
+
+
 def test_a_client_that_takes_no_replies_holds_up_nobody(start: Start) -> None:
     lab = start().ready()
     path = lab.listen("a")
@@ -356,10 +373,8 @@ def test_a_client_that_leaves_leaves_nothing_behind(start: Start) -> None:
         client.sock.sendall(client.message(Command.REGION_READ)[: 5 * round_])
         client.close()
         lab.wait_log(rf"client {round_ + 1} of a: connection over")
-        while not lab.events(event="forgot", client=round_ + 1):
-            lab.rpc("state")
-    lab.rpc("state")
-    assert lab.fds() == before
+        lab.until(lambda: len(lab.events(event="forgot")) > round_)  # noqa: B023 (called at once)
+    lab.until(lambda: lab.fds() == before)
     assert lab.rpc("state")["clients"] == {}
 
 
@@ -369,8 +384,7 @@ def test_a_client_that_left_is_torn_down_by_the_next_worker(start: Start, point:
     client = VfioClient(lab.listen("a"))
     client.close()  # the worker dies of the end of file that it sees, or of the keeper's word for it
     lab.wait_log("serves after")
-    while not lab.events(event="forgot", client=1):
-        lab.rpc("state")
+    lab.until(lambda: bool(lab.events(event="forgot", client=1)))
 
 
 def test_a_worker_can_drop_a_client(start: Start) -> None:
