@@ -110,7 +110,9 @@ async def _make(vm: Vm, folder: Path, progress: Progress) -> None:
         for left_over in (*folder.parent.glob(".new-*"), folder):  # of a maker that was killed; a broken one
             shutil.rmtree(left_over, ignore_errors=True)
         progress.step("Booting a template VM, once")
-        new = folder.parent / f".new-{folder.name}"
+        new = folder.parent / f".new-{folder.name}-{os.getpid()}"
+        if vm.ledger is not None:
+            vm.ledger.path(new)
         try:
             new.mkdir()
             await _boot_and_save(vm, new / "ram")
@@ -122,6 +124,8 @@ async def _make(vm: Vm, folder: Path, progress: Progress) -> None:
             raise _Unsavable(f"cannot save it in {folder.parent}: {error.strerror}") from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
+            if vm.ledger is not None:
+                vm.ledger.forget(new)
         _prune(folder.parent)
 
 

@@ -175,6 +175,19 @@ def test_patience_is_measured_in_what_the_process_had(share: float, seconds: int
     assert (stopped_s, why in text) == (seconds, True)
 
 
+@pytest.mark.parametrize(("share", "seconds"), [(0.02, 30), (0.05, 300)])
+def test_patience_sees_idleness_through_the_kernels_coarse_cpu_times(share: float, seconds: int) -> None:
+    """Asked four times a second, with CPU time in steps of 10 ms: 2 % is idle, 5 % is not."""
+    host = Host()
+    patience = Patience(30.0, lambda: round(host.cpu_s // 0.01 * 0.01, 2), lambda: host.now_s)
+    for step in range(1, 4000):
+        host.now_s += 0.25
+        host.cpu_s += 0.25 * share
+        if patience.over():
+            break
+    assert step / 4 == pytest.approx(seconds, abs=2)
+
+
 def test_snapshot_key_covers_what_the_state_depends_on(platform: Platform) -> None:
     config = VmConfig("vm0", dpus=(("card", "a"),))
     key = snapshot.key(config, platform)
