@@ -133,4 +133,5 @@ async def _dpu_report(dpu: Dpu) -> DpuReport:
         stats = await dpu.rpc(_STATS)
     except EmuError as error:
         return DpuReport(error=error.message)
-    return DpuReport(worker_restarts=stats.get("worker_restarts"), stats=stats)
+    generation = stats.get("generation")  # of the worker: the first is 1
+    return DpuReport(worker_restarts=None if generation is None else generation - 1, stats=stats)
