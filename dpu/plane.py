@@ -132,6 +132,7 @@ class Plane:
 
     def begin(self) -> None:
         """Let the poller look at this controller."""
+        self._release()
         self._poke(_LIVE, 1)
         self.poller.controllers_end(self.index)
         self.poller.wake()
@@ -264,15 +265,17 @@ class Plane:
             self._dbbuf = None
             self.record.shadow = self.record.events = 0
 
-    def set_dbbuf(self, shadow_iova: int, event_idx_iova: int) -> None:
+    def set_dbbuf(self, shadow_iova: int, event_idx_iova: int, reopened: bool = False) -> None:
         self._dbbuf = (shadow_iova, event_idx_iova)
         self._resolve_dbbuf()
+        if reopened:  # what the guest wrote to the shadows while no worker looked is newer than the registers
+            return
         if self.record.shadow == 0:
             self._dbbuf = None
             raise DmaFault(shadow_iova, layout.PAGE)
         # A queue that is in use already goes on from where it is.
         for index in range(2, 2 * layout.QUEUES):
-            if self.sqs[index // 2].live or self.cqs[index // 2].live:
+            if self.entries_of(index):
                 store_u32(int(self.record.shadow) + 4 * index, int(self.doorbells[index]))
                 store_u32(int(self.record.events) + 4 * index, int(self.doorbells[index]))
 

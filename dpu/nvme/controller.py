@@ -355,7 +355,7 @@ class Controller:
             for sq in self.sqs.values():
                 self.plane.open_sq(**asdict(sq))
             if self.dbbuf is not None:
-                self.plane.set_dbbuf(*self.dbbuf)
+                self.plane.set_dbbuf(*self.dbbuf, reopened=True)
         except DmaFault as fault:
             self.fatal(f"queue lost with the worker: {fault}")
         self.plane.set_mask(self._intms)

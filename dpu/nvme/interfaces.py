@@ -109,8 +109,11 @@ class DataPlane(Protocol):
     async def flush(self) -> None:
         """Make every write that has completed durable (normal shutdown)."""
 
-    def set_dbbuf(self, shadow_iova: int, event_idx_iova: int) -> None:
-        """Use shadow doorbells for every I/O queue, open or to be opened. ``DmaFault`` if not mapped."""
+    def set_dbbuf(self, shadow_iova: int, event_idx_iova: int, reopened: bool = False) -> None:
+        """Use shadow doorbells for every I/O queue, open or to be opened. ``DmaFault`` if not mapped.
+
+        ``reopened``: an earlier worker has done it, so what the guest's buffers hold stays, mapped just now or not.
+        """
 
     def set_mask(self, intms: int) -> None: ...
 

@@ -116,7 +116,7 @@ class Plane:
     async def flush(self) -> None:
         self.flushes += 1
 
-    def set_dbbuf(self, shadow_iova: int, event_idx_iova: int) -> None:
+    def set_dbbuf(self, shadow_iova: int, event_idx_iova: int, reopened: bool = False) -> None:
         self._mapped(shadow_iova, PAGE)
         self._mapped(event_idx_iova, PAGE)
         self.dbbuf = (shadow_iova, event_idx_iova)
