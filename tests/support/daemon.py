@@ -241,7 +241,7 @@ class Daemon:
         path = self.directory / "disk.img"
         with path.open("wb") as file:
             file.truncate(STANDARD_BYTES)
-        self.rpc("bdev_aio_create", {"name": "file", "filename": str(path), "block_size": 512})
+        self.rpc("bdev_aio_create", {"name": "file", "filename": str(path), "block_size": 512, "fallocate": True})
         return self.add_subsystem(nqn, ["mem512", "mem4k", "null", "file"])
 
 
