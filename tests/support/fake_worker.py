@@ -166,7 +166,7 @@ class FakeWorker:
         peeking = {c.sock.fileno(): c for c in self.clients.values() if not c.taking}
         for fd in peeking:
             poller.register(fd, select.POLLIN)
-        ready = [fd for fd, _ in poller.poll(20)]
+        ready = {fd for fd, _ in poller.poll(20)}
         if "control" not in self.hung:
             self.health.beat()
         if self.channel.fileno() in ready:
@@ -174,11 +174,11 @@ class FakeWorker:
             if packet is None:
                 sys.exit(0)
             self.serving(packet)
-        elif self.rpc.fileno() in ready:
+            return
+        for fd in peeking.keys() & ready:
+            self.peek(peeking[fd])
+        if self.rpc.fileno() in ready:
             self.serve_rpc()
-        else:
-            for fd in ready:
-                self.peek(peeking[fd])
 
     def peek(self, client: Client) -> None:
         data = client.sock.recv(DOORBELL_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
