@@ -15,6 +15,8 @@ import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from dpu.killpoint import VARIABLE
+
 _PACKAGE = Path(__file__).parent
 _COMPILERS = ("numba", "llvmlite", "numpy")
 
@@ -37,6 +39,8 @@ def digest() -> str:
         total.update(f"{source.relative_to(_PACKAGE)} {len(content)}\n".encode() + content)
     for package in _COMPILERS:
         total.update(f"{package} {_version(package)}\n".encode())
+    # Kill points are compiled in only when a test names one (dpu.fastpath.jit).
+    total.update(f"killable {VARIABLE in os.environ}\n".encode())
     total.update(f"python {platform.python_version()}\n".encode())
     return total.hexdigest()
 

@@ -53,26 +53,28 @@ RING_ENTRIES: Final = 8192
 EVENTS: Final = 16
 
 
-def _signed(structure: type[ctypes.LittleEndianStructure]) -> np.dtype[Any]:
+def _fields(dtype: Any) -> dict[str, tuple[Any, int]]:
+    """Name -> (dtype, offset)."""
+    return {name: dtype.fields[name][:2] for name in dtype.names}
+
+
+def _record(fields: dict[str, tuple[Any, int]], size: int) -> Any:
+    """The dtype with these fields at these offsets."""
+    formats, offsets = [f for f, _ in fields.values()], [at for _, at in fields.values()]
+    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": size})  # type: ignore[call-overload]
+
+
+def _signed(structure: type[ctypes.LittleEndianStructure]) -> Any:
     """The structure's dtype with its 64-bit fields signed (see the module's docstring)."""
-    wire = np.dtype(structure)
-    names = wire.names or ()
-    formats = [np.dtype("<i8") if wire[n].itemsize == 8 else wire[n] for n in names]
-    offsets = [int((wire.fields or {})[n][1]) for n in names]
-    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": wire.itemsize})
+    fields = _fields(np.dtype(structure))
+    signed = {name: (np.dtype("<i8") if kind.itemsize == 8 else kind, at) for name, (kind, at) in fields.items()}
+    return _record(signed, ctypes.sizeof(structure))
 
 
-def _words(*names: str, size: int = 0, arrays: dict[str, int] | None = None) -> np.dtype[Any]:
-    """Signed 64-bit fields in order, then int64 arrays, padded to ``size`` bytes."""
-    fields: list[Any] = [(name, "<i8") for name in names]
-    fields += [(name, "<i8", (count,)) for name, count in (arrays or {}).items()]
-    plain = np.dtype(fields)
-    if size:
-        assert plain.itemsize <= size, (plain.itemsize, size)
-        offsets = [int((plain.fields or {})[n][1]) for n in plain.names or ()]
-        formats = [plain[n] for n in plain.names or ()]
-        return np.dtype({"names": plain.names, "formats": formats, "offsets": offsets, "itemsize": size})
-    return plain
+def _words(*names: str, size: int = 0) -> Any:
+    """Signed 64-bit fields in order, padded to ``size`` bytes."""
+    assert not size or 8 * len(names) <= size, (names, size)
+    return _record({name: (np.dtype("<i8"), 8 * i) for i, name in enumerate(names)}, size or 8 * len(names))
 
 
 SQE: Final = _signed(SubmissionEntry)
@@ -103,7 +105,7 @@ SQ: Final = _words(
 
 CQ: Final = _words("live", "epoch", "entries", "iova", "vector", "interrupts", "posted", "signals", size=64)
 
-SPACE: Final = _words("reads", "writes", "bytes_read", "bytes_written", "others", "errors", size=64)
+SPACE: Final = _words("reads", "writes", "bytes_read", "bytes_written", "others", "errors", "media_errors", size=64)
 
 # in-flight states: the replay rule (DESIGN rule 5)
 FREE: Final = 0
@@ -179,9 +181,9 @@ BLOB_OFFSET: Final = _OFFSETS["blob"]
 STATE_BYTES: Final = _OFFSETS["end"]
 
 
-def offset_of(dtype: np.dtype[Any], field: str) -> int:
+def offset_of(dtype: Any, field: str) -> int:
     """Byte offset of a field in its record."""
-    return int((dtype.fields or {})[field][1])
+    return _fields(dtype)[field][1]
 
 
 INFLIGHT_BYTES: Final = INFLIGHT.itemsize
@@ -243,6 +245,7 @@ CONTROLLER: Final = _words(
     "state",  # address of the state area
     "bar",  # address of the doorbell page
     "namespaces",  # NAMESPACE x NAMESPACES, by nsid - 1
+    "namespaces_max",  # NN: a larger NSID is invalid, an absent one below is inactive
     "queues",  # QUEUE_LOCAL x QUEUES
     "vectors",  # eventfd per vector, -1 when not assigned
     "segments",  # SEGMENT x SEGMENTS x SLOTS

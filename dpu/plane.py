@@ -47,11 +47,17 @@ _ATTENTION = layout.offset_of(layout.CONTROLLER, "attention")
 class Plane:
     """``state_fd`` and ``bar_fd``: the kept areas (layout.STATE_BYTES, layout.BAR_BYTES), which stay the caller's.
 
-    ``memory_of``: maps a memory back end once per worker and gives its address.
+    ``memory_of``: maps a memory back end once per worker and gives its address. ``namespaces_max``: NN.
     """
 
     def __init__(
-        self, poller: Poller, state_fd: int, bar_fd: int, socket_fd: int, memory_of: Callable[[MemoryBackend], int]
+        self,
+        poller: Poller,
+        state_fd: int,
+        bar_fd: int,
+        socket_fd: int,
+        memory_of: Callable[[MemoryBackend], int],
+        namespaces_max: int = layout.NAMESPACES,
     ) -> None:
         self.poller = poller
         self.index = poller.free_index()
@@ -92,6 +98,7 @@ class Plane:
             layout.SLOTS,
         )
         c.live_queues, c.replay = _at(self._live_queues), _at(self._replay)
+        c.namespaces_max = namespaces_max
         c.hold = c.attention = c.outstanding = c.live_count = c.replay_count = c.replay_done = 0
         c.dma, c.dma_count, c.shadow, c.events, c.bad_doorbell = 0, 0, 0, 0, 0
         c.sequence = 1
@@ -183,6 +190,19 @@ class Plane:
         """eventfds of the vectors from ``start``; -1 for none. They stay the caller's."""
         for i, fd in enumerate(fds):
             self._vectors[start + i] = fd
+
+    def unread(self, vector: int) -> bool:
+        """Whether a live CQ of this vector may hold completions that the guest has not consumed."""
+        for qid in range(layout.QUEUES):
+            cq = self.cqs[qid]
+            if (
+                cq.live
+                and cq.interrupts
+                and cq.vector == vector
+                and self.locals[qid].cq_tail != self.doorbells[2 * qid + 1]
+            ):
+                return True
+        return False
 
     # ---------------------------------------------------------------------------------------------------- queues
 
@@ -309,6 +329,7 @@ class Plane:
             writes=int(rows.writes.sum()),
             bytes_read=int(rows.bytes_read.sum()),
             bytes_written=int(rows.bytes_written.sum()),
+            media_errors=int(rows.media_errors.sum()),
         )
 
     # ------------------------------------------------------------------------------------------------ namespaces

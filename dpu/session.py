@@ -12,9 +12,11 @@ Use: ``Client(worker, number, listener, socket_fd, subsystem)``; ``adopt`` for o
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
+import select
 import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ import numpy as np
 from dpu import layout
 from dpu.channel import Packet
 from dpu.clock import RealClock
+from dpu.errors import VfioUserError
 from dpu.killpoint import killpoint
 from dpu.nvme import io
 from dpu.nvme.controller import Controller
@@ -52,6 +55,15 @@ IRQ_MSIX, IRQ_ERR, IRQ_REQ, IRQS = 2, 3, 4, 5
 BAD_DOORBELLS_LOGGED = 10  # per client: a guest must not fill the host's disk
 _RW = RegionFlag.READ | RegionFlag.WRITE
 
+_EVENT = (1).to_bytes(8, "little")
+
+
+def _check_eventfd(fd: int) -> None:
+    """Take eventfds only, and never wait for one: a poller writes to it."""
+    if os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]":
+        raise VfioUserError(errno.EINVAL, "an interrupt's descriptor is not an eventfd")
+    os.set_blocking(fd, False)
+
 
 class Client:
     """One connection, one controller."""
@@ -76,8 +88,14 @@ class Client:
     def open(self, state_fd: int, bar_fd: int, cntlid: int) -> None:
         """Make plane, controller and session; loads what an earlier worker committed."""
         self._fds = (state_fd, bar_fd)
+        worker = self.worker
         self.plane = Plane(
-            self.worker.poller_for(self.number), state_fd, bar_fd, self.socket_fd, self.worker.memory_of
+            worker.poller_for(self.number),
+            state_fd,
+            bar_fd,
+            self.socket_fd,
+            worker.memory_of,
+            self.subsystem.max_namespaces,
         )
         self.pci = PciConfig(layout.VECTORS)
         self.controller = Controller(self.subsystem, cntlid, self.plane.memory, self.plane, RealClock())
@@ -149,7 +167,7 @@ class Client:
     # -------------------------------------------------------------------------------------------------- committing
 
     def commit(self, done: Sequence[tuple[int, Completion]] = ()) -> None:
-        """Save everything, with the results of ``done`` (slot, completion) and of parked commands, then post those."""
+        """Save everything, with the results of ``done`` (slot, completion) and of parked commands, then post."""
         finished = [*done, *self.plane.pending]
         self.plane.pending.clear()
         rows = [(int(self.plane.inflight[slot].sequence), c.status, c.dw0) for slot, c in finished]
@@ -242,21 +260,28 @@ class Client:
         if fds is None and count == 0:
             changed = {key: -1 for key in self.vectors if key[0] == index}
         else:
+            for fd in fds or ():
+                _check_eventfd(fd)
             given = [-1] * count if fds is None else [os.dup(fd) for fd in fds]
             changed = {(index, start + i): fd for i, fd in enumerate(given)}
         old = [self.vectors.pop(key) for key in changed if key in self.vectors]
-        for key, fd in changed.items():
+        for (_, vector), fd in changed.items():
             if fd >= 0:
-                self.vectors[key] = fd
+                self.vectors[index, vector] = fd
             if index == IRQ_MSIX:
-                self.plane.set_vectors(key[1], [fd])
-        if old:
-            await self.plane.poller.grace()  # it may be about to write to one of them
-            for fd in old:
-                os.close(fd)
+                self.plane.set_vectors(vector, [fd])
+        # It may be about to write to one of them; and a completion that came while its vector was not connected
+        # (QEMU disconnects all of them to add one) is told now.
+        await self.plane.poller.grace()
+        for (_, vector), fd in changed.items():
+            if index == IRQ_MSIX and fd >= 0 and self.plane.unread(vector):
+                os.write(fd, _EVENT)
+        for fd in old:
+            os.close(fd)
 
     def adopt_vector(self, index: int, vector: int, fd: int) -> None:
         """A vector that was connected before this worker; takes ``fd``."""
+        os.set_blocking(fd, False)
         self.vectors[index, vector] = fd
         if index == IRQ_MSIX:
             self.plane.set_vectors(vector, [fd])
@@ -318,6 +343,13 @@ class Client:
         self.controller.record_error(
             int(record.sqid), int(record.cid), int(record.status), int(record.nsid), int(record.lba)
         )
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the peer has closed the connection, though its last messages may not have been read yet."""
+        poll = select.poll()
+        poll.register(self.socket_fd, select.POLLRDHUP)
+        return self.closed or bool(poll.poll(0))
 
     def describe(self) -> dict[str, Any]:
         """The row of nvmf_subsystem_get_controllers."""

@@ -2,8 +2,8 @@
 
     python -m dpu.worker CHANNEL_FD HEALTH_FD
 
-It imports and compiles, says ``ready``, and waits as the keeper's standby. With ``adopt`` the keeper hands it
-everything that outlives a worker; with ``go`` it takes up every client where the last worker left it, and says ``up``.
+It imports and compiles, says ``ready``, and waits as the keeper's standby. With ``adopt`` the keeper hands it all
+that outlives a worker; with ``go`` it takes up every client where the last worker left it, and says ``up``.
 The packets are listed in dpu/keeper.py.
 
 Environment (set by the keeper or for measurements): NUMBA_CACHE_DIR; DPU_EMU_STAMPS=0 takes no time stamps on the
@@ -16,7 +16,6 @@ Errors: a fault of ours ends the process; the keeper starts the next one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import gc
 import itertools
@@ -49,7 +48,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.25
 FENCE_POLL_S = 0.001
 _OFD_SETLK = 37  # <fcntl.h>; the fcntl module has it from Python 3.13 on
-SUCCESSOR_WAIT_S = 2.0  # how long a new client waits for the controller's last one to be gone
+CLOSE_POLL_S = 0.002
 
 
 def _flag(name: str, default: int) -> int:
@@ -241,12 +240,12 @@ class Worker:
         """A poller has something for control."""
         poller.woken()
         by_index = {client.plane.index: client for client in self.clients.values() if client.plane.poller is poller}
+        for record in poller.errors():  # before commands: one of them may read the log
+            if int(record.controller) in by_index:
+                by_index[int(record.controller)].failed(record)
         for index, slot in poller.misses():
             if index in by_index:
                 by_index[index].missed(slot)
-        for record in poller.errors():
-            if int(record.controller) in by_index:
-                by_index[int(record.controller)].failed(record)
         for client in by_index.values():
             client.look()
 
@@ -319,10 +318,9 @@ class Worker:
 
     async def _new_client(self, packet: Packet) -> None:
         subsystem = self.target.subsystem_of(packet.fields["listener"])
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SUCCESSOR_WAIT_S):
-                while any(client.subsystem is subsystem for client in self.clients.values()):
-                    await asyncio.sleep(0.01)  # its end is on its way: a new QEMU connects when the old one has died
+        # A new QEMU may connect before the end of the last one has been seen to.
+        while any(client.hung_up for client in self.clients.values() if client.subsystem is subsystem):
+            await asyncio.sleep(CLOSE_POLL_S)
         client = self._client(packet, None)
         if client is not None:
             client.start(taking=False)
@@ -356,7 +354,7 @@ class Worker:
         for client in [client for client in self.clients.values() if client.listener == key]:
             await self._disconnect(client)
 
-    async def _ask(self, op: str, key: str, **fields: str) -> None:
+    async def _ask(self, op: str, key: str, **fields: Any) -> None:
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._listening[key] = future
         self.channel.send(op, key=key, **fields)

@@ -112,6 +112,7 @@ _DSM, _AER = int(NvmOpcode.DATASET_MANAGEMENT), int(AdminOpcode.ASYNC_EVENT_REQU
 _BROADCAST = int(BROADCAST_NSID)
 
 _DNR = 1 << 14  # Do Not Retry (Base 4.6.1): the same command would fail again
+_MORE = 1 << 13  # the error log has an entry of it
 _OK = 0
 _INVALID_OPCODE = int(Status.INVALID_OPCODE) | _DNR
 _INVALID_FIELD = int(Status.INVALID_FIELD) | _DNR
@@ -126,6 +127,7 @@ _WRITE_FAULT = int(Status.WRITE_FAULT)
 _READ_ERROR = int(Status.UNRECOVERED_READ_ERROR)
 _INTERNAL = int(Status.INTERNAL_ERROR)
 _PENDING = -1  # execute(): the completion comes later
+_BY_CONTROL = -2  # uring_status(): what the file system cannot do, a thread of control does another way
 
 _FUA = 1 << 30  # CDW12 of Read, Write and Write Zeroes (NVM 3.2)
 _DEALLOCATE = 1 << 2  # CDW11 AD of Dataset Management
@@ -332,6 +334,8 @@ def count_command(p: Any, c: Any, entry: Any, sq: Any, status: int) -> None:
             space = view(c.state + SPACE_OFFSET, NAMESPACES, SPACE)[nsid - 1]
             if status:
                 space.errors += 1
+                if status >> 8 & 7 == 2:  # Media and Data Integrity Errors
+                    space.media_errors += 1
             elif op == _READ:
                 space.reads += 1
                 space.bytes_read += entry.bytes
@@ -356,11 +360,12 @@ def count_command(p: Any, c: Any, entry: Any, sq: Any, status: int) -> None:
 
 
 @compiled
-def report_error(p: Any, c: Any, entry: Any, status: int) -> None:
-    """Give control what the error log page wants to know; dropped when control is that far behind."""
+def report_error(p: Any, c: Any, entry: Any, status: int) -> int:
+    """Give control what the error log page wants to know; the status, with MORE when it could be told."""
     tail = load_u64(p.errors + RING_TAIL)
     if tail - load_u64(p.errors + RING_HEAD) >= ERROR_ENTRIES:
-        return
+        return status  # control is that far behind
+    status |= _MORE
     record = view(p.errors + RING_DATA, ERROR_ENTRIES, ERROR_RECORD)[tail % ERROR_ENTRIES]
     record.controller = c.index
     record.sqid = entry.sqid
@@ -370,6 +375,7 @@ def report_error(p: Any, c: Any, entry: Any, status: int) -> None:
     record.lba = signed(entry.sqe.cdw10) | (signed(entry.sqe.cdw11) & 0x7FFFFFFF) << 32
     store_u64(p.errors + RING_TAIL, tail + 1)
     p.kick = 1
+    return status
 
 
 @compiled
@@ -416,7 +422,7 @@ def post(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
     locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
     local = locals_[sq.cqid]
     if status and entry.sqid:
-        report_error(p, c, entry, status)
+        status = report_error(p, c, entry, status)
     if p.counters:
         count_command(p, c, entry, sq, status)
     entry.status = status
@@ -622,11 +628,11 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
         return flush(p, c, slot, entry, nsid)
     if op != _READ and op != _WRITE and op != _FLUSH and op != _COMPARE and op != _ZEROES and op != _DSM:
         return _INVALID_OPCODE
-    if nsid < 1 or nsid > NAMESPACES:
+    if nsid < 1 or nsid > c.namespaces_max:
         return _INVALID_NAMESPACE
     ns = view(c.namespaces, NAMESPACES, NAMESPACE)[nsid - 1]
     if ns.kind == KIND_ABSENT:
-        return _INVALID_NAMESPACE
+        return _INVALID_FIELD  # an inactive NSID (Base figure 87)
     threads = ns.kind == KIND_FILE and view(p.uring, 1, URING)[0].fd < 0  # no io_uring here: control's threads
     if op == _FLUSH:
         return to_control(p, c, slot, entry) if threads else flush(p, c, slot, entry, nsid)
@@ -794,7 +800,7 @@ def uring_status(entry: Any, result: int) -> int:
     if op == _READ:
         return _READ_ERROR
     if result == _EOPNOTSUPP and op != _WRITE and op != _FLUSH:
-        return _OK if op == _DSM else _INVALID_OPCODE  # Deallocate is advice; Linux then writes its zeroes itself
+        return _OK if op == _DSM else _BY_CONTROL  # Deallocate is advice
     if result == _ENOSPC or result == _EFBIG or result == _EDQUOT:
         return _CAPACITY
     return _WRITE_FAULT
@@ -824,7 +830,11 @@ def reap(p: Any) -> int:
         entry.pending -= 1
         if entry.pending == 0:
             c.outstanding -= 1
-            post(p, c, slot, entry, entry.status)
+            if entry.status == _BY_CONTROL:
+                entry.status = 0
+                to_control(p, c, slot, entry)
+            else:
+                post(p, c, slot, entry, entry.status)
         count += 1
     store_u32(u.cq_head, head)
     return count

@@ -21,7 +21,7 @@ import numpy as np
 from dpu import layout
 from dpu.fastpath import asic
 from dpu.fastpath.atomics import load_u64, store_u64, ticks
-from dpu.fastpath.jit import JIT
+from dpu.fastpath.jit import JIT, compiled
 from dpu.fastpath.uring import NoRing, Ring
 
 SPIN_PASSES = 200
@@ -50,7 +50,7 @@ def ns_multiplier(seconds: float = 0.02) -> int:
     return (clock[1] << 20) // max(clock[0], 1)
 
 
-@asic.compiled
+@compiled
 def _tick_now() -> int:
     return ticks()
 

@@ -10,8 +10,10 @@ Source: NVM Command Set Specification 1.0, section 3.2.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
+from collections.abc import Mapping
 from typing import Protocol
 
 from dpu.backends import Backend
@@ -25,12 +27,14 @@ _DEALLOCATE = 1 << 2  # CDW11
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _ZEROES_BYTES = 1 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Subsystem(Protocol):
     """Where the back ends are found."""
 
-    by_nsid: dict[int, object]
+    @property
+    def by_nsid(self) -> Mapping[int, object]: ...
 
     def backend(self, nsid: int) -> Backend: ...
 
@@ -117,11 +121,8 @@ def _zero(fd: int, length: int, offset: int, durable: bool) -> None:
 
 def _punch(fd: int, length: int, offset: int) -> bool:
     """Whether the file system could take the blocks back; they read as zeroes then."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
     arguments = fd, _PUNCH_HOLE, ctypes.c_long(offset), ctypes.c_long(length)
-    if length == 0 or libc.fallocate(*arguments) == 0:
+    if length == 0 or _LIBC.fallocate(*arguments) == 0:
         return True
     code = ctypes.get_errno()
     if code == errno.EOPNOTSUPP:
