@@ -169,7 +169,8 @@ def test_run_writes_its_report_and_a_second_run_replaces_it(
     calls = fake_run(monkeypatch, ok=True)
     mine = Path("out/x/mine")
     old = Path("out/x/workloads/09-old/stdout.txt")
-    for _ in range(2):
+    for number in range(2):
+        assert mine.exists() == bool(number)
         assert cli.main(["run", written(SCENARIO), "--out", "out/x", "--cold", "--accel", "tcg"]) == 0
         assert "my [bold] script" in capsys.readouterr().out
         assert json.loads(Path("out/x/report.json").read_text())["ok"]
@@ -177,7 +178,8 @@ def test_run_writes_its_report_and_a_second_run_replaces_it(
         assert not old.exists()
         old.parent.mkdir()
         old.touch()
-        mine.touch()
+        if number == 0:
+            mine.touch()
     assert mine.exists()
     config = calls[0][1]
     assert (config.restore, config.accel, config.out, config.keep) == (False, "tcg", Path("out/x/lab"), False)
@@ -194,7 +196,7 @@ def test_run_json_is_the_report_and_a_failed_workload_is_exit_code_1(
     assert (document["schema"], document["ok"]) == (1, False)
     assert document["workloads"][0]["error"] == "it broke"
     assert cli.main(["run", "demo"]) == 1
-    assert "it broke" in capsys.readouterr().out
+    assert "my [bold] script: it broke" in capsys.readouterr().out
 
 
 def test_an_output_folder_that_cannot_be_written(

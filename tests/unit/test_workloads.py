@@ -199,8 +199,12 @@ def test_verify_regions_neither_overlap_nor_leave_the_device(
 
 
 def test_verify_reads_everything_again_after_the_reset() -> None:
-    guest = fio_guest()
+    report = json.loads(FIO_REPORT[FIO_REPORT.index("{") :])
+    report["jobs"][0]["write"] = {**report["jobs"][0]["read"], "total_ios": 100}
+    guest = fio_guest(json.dumps(report))
     result = run(guest, "verify", block_sizes=["4k"], depths=[1, 8], size="1M")
+    # With verify_only fio counts writes that it did not do.
+    assert (result.value("ios", "write"), result.value("ios", "read")) == (2 * 100, 4 * 52665)
     kinds = [
         "reset" if "reset" in command else "again" if "--verify_only=1" in command else "write"
         for command in guest.commands
