@@ -111,17 +111,26 @@ def test_an_empty_channel_does_not_block_when_told() -> None:
 def test_a_queued_channel_never_waits_and_keeps_order_and_descriptors() -> None:
     left, right = queued_pair()
     before = open_fds()
-    for number in range(200):
+
+    def send(number: int) -> None:
         fd = os.memfd_create("n")
         os.write(fd, str(number).encode())
         left.send("x", raw=bytes(8192), fds=[fd], number=number)
         os.close(fd)
-    assert left.backlog > 0
-    for number in range(200):
+
+    def receive(number: int) -> None:
         packet = right.recv()
         assert packet is not None and packet.fields["number"] == number
         assert os.pread(packet.fds[0], 8, 0) == str(number).encode()
         packet.close()
+
+    for number in range(200):
+        send(number)
+    assert left.backlog > 0
+    receive(0)  # now there is room, and yet the next one has to wait its turn
+    send(200)
+    for number in range(1, 201):
+        receive(number)
         left.flush()
     assert left.backlog == 0
     assert open_fds() == before
@@ -148,6 +157,16 @@ def test_a_store_has_the_document_committed_last(documents: list[bytes]) -> None
         assert store.load() == other.load() == document
     store.close()
     other.close()
+
+
+def test_a_commit_leaves_the_document_before_it_alone() -> None:
+    fd = ConfigStore.create()
+    store = ConfigStore(fd)
+    store.commit(b"the old document")
+    store.commit(b"the new document")
+    whole = os.pread(fd, ConfigStore.size(), 0)
+    assert b"the old document" in whole and b"the new document" in whole
+    os.close(fd)
 
 
 def test_a_store_refuses_what_is_too_large_and_keeps_what_it_has() -> None:

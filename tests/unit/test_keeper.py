@@ -568,7 +568,7 @@ def test_after_a_crash_of_the_keeper(start: Start) -> None:
     lab = start().ready()
     path = lab.listen("a")
     children = [os.pidfd_open(pid) for pid in lab.children()]
-    assert len(children) == 2 or lab.children()
+    lab.rpc("hang", what="all")  # so that it does not see the end of its channel
     lab.process.kill()
     for pidfd in children:
         wait_exit(pidfd)  # workers do not outlive their keeper
