@@ -61,7 +61,7 @@ def _fields(dtype: Any) -> dict[str, tuple[Any, int]]:
 def _record(fields: dict[str, tuple[Any, int]], size: int) -> Any:
     """The dtype with these fields at these offsets."""
     formats, offsets = [f for f, _ in fields.values()], [at for _, at in fields.values()]
-    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": size})  # type: ignore[call-overload]
+    return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": size})
 
 
 def _signed(structure: type[ctypes.LittleEndianStructure]) -> Any:

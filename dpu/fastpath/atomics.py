@@ -170,7 +170,7 @@ def view(address: int, count: int, dtype: np.dtype[Any]) -> Any:
     """``count`` records of ``dtype`` at ``address``, as an array whose elements have the fields as attributes."""
     size = int(count) * dtype.itemsize
     buffer = (ctypes.c_char * size).from_address(int(address))
-    return np.frombuffer(buffer, dtype).view(np.recarray)
+    return np.frombuffer(memoryview(buffer).cast("B"), dtype).view(np.recarray)
 
 
 if JIT:
