@@ -132,7 +132,7 @@ def _run(arguments: argparse.Namespace) -> int:
         out=out / "lab",
         keep=arguments.keep,
     )
-    progress = make(json=arguments.json)
+    progress = make()
     try:
         if arguments.dry_run:
             from emu import dryrun
@@ -181,10 +181,13 @@ def _load(name: str) -> Any:
     """The scenario in the file ``name``, or the packaged one of that name."""
     from emu.scenario import load
 
-    packaged = resources.files("emu") / "scenarios" / f"{name}.toml"
-    if not Path(name).exists() and packaged.is_file():
-        with resources.as_file(packaged) as path:
-            return load(path)
+    packaged = {file.name: file for file in (resources.files("emu") / "scenarios").iterdir()}
+    if not Path(name).exists():
+        if f"{name}.toml" in packaged:
+            with resources.as_file(packaged[f"{name}.toml"]) as path:
+                return load(path)
+        known = ", ".join(sorted(file.removesuffix(".toml") for file in packaged if file.endswith(".toml")))
+        raise EmuError(f"there is no scenario {name}", f"give the path of a file, or a packaged one: {known}")
     return load(Path(name))
 
 
@@ -295,7 +298,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _images(arguments: argparse.Namespace) -> int:
     from emu.progress import make
 
-    progress = make(json=arguments.json)
+    progress = make()
     try:
         document, text = _IMAGES[arguments.verb](progress)
     finally:

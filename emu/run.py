@@ -13,6 +13,7 @@ from dpu.errors import EmuError
 from emu import hostinfo
 from emu.daemon import Dpu
 from emu.lab import Lab, LabConfig, prepare
+from emu.paths import cache_dir
 from emu.progress import Progress, Silent
 from emu.report import DpuReport, Report, VmReport
 from emu.scenario import Scenario, split_device
@@ -34,6 +35,9 @@ async def run(scenario: Scenario, config: LabConfig, progress: Progress, report:
     stamp = hostinfo.collect(platform.accel, platform.qemu, platform.image.digest)
     report.host = stamp.to_dict()
     async with Lab(config, platform, progress) as lab:
+        if config.keep and lab.ledger is not None:
+            own = lab.ledger.directory
+            progress.note(f"Kept: {own} (sockets) and {cache_dir('files', own.name)} (back-end files)")
         report.start_seconds = time.monotonic() - began_s
         report.vms = {name: VmReport(vm.restored) for name, vm in lab.vms.items()}
         for params in scenario.workloads:

@@ -70,7 +70,10 @@ def test_check(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert said.out == "" and re.findall(r"x\.toml:(\d)", said.err) == ["2", "3"]
     assert cli.main(["check", "nothing.toml"]) == 3
-    assert "cannot read nothing.toml" in capsys.readouterr().err
+    complaint = capsys.readouterr().err
+    assert complaint == (
+        "emu: error: there is no scenario nothing.toml\n  fix: give the path of a file, or a packaged one: demo\n"
+    )
 
 
 def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
