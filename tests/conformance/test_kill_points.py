@@ -29,22 +29,6 @@ DATA_POINTS += ["before_eventfd", "in_loop"]
 ADMIN_POINTS = ["admin_before_save", "admin_after_save", "admin_after_post"]
 
 
-@contextlib.contextmanager
-def running(point: str = "", *, generations: int = 1) -> Iterator[tuple[Daemon, Target]]:
-    """A daemon whose first workers die at `point`, with the standard target."""
-    directory = Path(tempfile.mkdtemp(prefix="dpu-k-"))
-    env = {"DPU_EMU_KILL_AT": point, "DPU_EMU_KILL_GENERATIONS": str(generations)} if point else {}
-    try:
-        with Daemon(directory, env=env, args=["--crash-limit", "0"]) as daemon:
-            try:
-                yield daemon, daemon.standard_target()
-            except BaseException as error:
-                error.add_note(repr(daemon))
-                raise
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
 class Death:
     """Watches one worker: `death()` tells whether it has died."""
 
@@ -58,6 +42,25 @@ class Death:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+@contextlib.contextmanager
+def running(point: str = "", *, generations: int = 1) -> Iterator[tuple[Daemon, Target, Death]]:
+    """A daemon whose first workers die at `point`, the standard target, and the death of the first worker."""
+    directory = Path(tempfile.mkdtemp(prefix="dpu-k-"))
+    env = {"DPU_EMU_KILL_AT": point, "DPU_EMU_KILL_GENERATIONS": str(generations)} if point else {}
+    try:
+        with Daemon(directory, env=env, args=["--crash-limit", "0"]) as daemon:
+            death = Death(daemon.worker_pid())
+            try:
+                yield daemon, daemon.standard_target(), death
+            except BaseException as error:
+                error.add_note(repr(daemon))
+                raise
+            finally:
+                death.close()
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -84,9 +87,8 @@ def test_kill_on_the_data_path(
     point: str, depth: int, nsid: int, record_property: Callable[[str, object], None]
 ) -> None:
     shadow = point not in ("header_read", "doorbell_stored")
-    count = {"in_loop": 3000, "before_eventfd": 60}.get(point, 200)
-    with running(f"{point}:{count}") as (daemon, target), connected(target) as nvme:
-        death = Death(daemon.worker_pid())
+    count = {"in_loop": 50_000, "before_eventfd": 60}.get(point, 200)
+    with running(f"{point}:{count}") as (daemon, target, death), connected(target) as nvme:
         nvme.enable()
         if shadow:
             nvme.enable_shadow_doorbells()
@@ -94,7 +96,6 @@ def test_kill_on_the_data_path(
         load = Load(nvme, queue, nsid, depth=depth)
         load.run(20_000, until=death)
         assert death(), f"the worker never came to {point}"
-        death.close()
         load.run(300)
         load.finish()
         record_property("pause_ms", pauses_ms(daemon))
@@ -105,8 +106,7 @@ def test_kill_on_the_data_path(
 @pytest.mark.parametrize("point", ADMIN_POINTS)
 def test_kill_around_admin_commands(point: str, count: int, depth: int) -> None:
     """Count 1 dies in the first Identify, later ones in queue management under a load on another queue."""
-    with running(f"{point}:{count}") as (daemon, target), connected(target) as nvme:
-        death = Death(daemon.worker_pid())
+    with running(f"{point}:{count}") as (_, target, death), connected(target) as nvme:
         nvme.enable()
         expected = nvme.identify(1)
         nvme.enable_shadow_doorbells()
@@ -124,7 +124,6 @@ def test_kill_around_admin_commands(point: str, count: int, depth: int) -> None:
             nvme.delete_sq(queue)
             nvme.delete_cq(queue.cq)
         assert death(), f"the worker never came to {point}"
-        death.close()
         load.run(100)
         load.finish()
         assert event.completion is None, "the parked event request was completed"
@@ -136,8 +135,7 @@ def test_kill_around_admin_commands(point: str, count: int, depth: int) -> None:
 @pytest.mark.parametrize("point", [*ADMIN_POINTS, "before_reply"])
 @pytest.mark.parametrize("count", [1, 3, 8, 20, 33])
 def test_kill_during_controller_resets(point: str, count: int) -> None:
-    with running(f"{point}:{count}") as (daemon, target), connected(target) as nvme:
-        death = Death(daemon.worker_pid())
+    with running(f"{point}:{count}") as (_, target, death), connected(target) as nvme:
         for turn in range(15):
             nvme.enable()
             if turn % 2:
@@ -149,14 +147,12 @@ def test_kill_during_controller_resets(point: str, count: int) -> None:
             if turn % 3 == 0:
                 nvme.device_reset()
         assert death(), f"the worker never came to {point}"
-        death.close()
 
 
 @pytest.mark.parametrize("depth", [1, 32])
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_kill_in_the_middle_of_a_dma_map(count: int, depth: int) -> None:
-    with running(f"mid_dma_map:{count}") as (daemon, target):
-        death = Death(daemon.worker_pid())
+    with running(f"mid_dma_map:{count}") as (_, target, death):
         with connected(target) as nvme:
             nvme.enable()
             nvme.enable_shadow_doorbells()
@@ -173,15 +169,13 @@ def test_kill_in_the_middle_of_a_dma_map(count: int, depth: int) -> None:
                 assert nvme.read(load.queue, NS_4K, turn, PAGE, block=PAGE) == data
             assert death(), "the worker never came to mid_dma_map"
             load.finish()
-        death.close()
 
 
 @pytest.mark.parametrize("depth", [1, 32])
 @pytest.mark.parametrize("point", ["rpc_before_commit", "rpc_after_commit"])
 def test_kill_in_the_middle_of_an_rpc(point: str, depth: int) -> None:
     """The caller loses its connection; asked again, what it wanted is done exactly once."""
-    with running(f"{point}:12") as (daemon, target), connected(target) as nvme:
-        death = Death(daemon.worker_pid())
+    with running(f"{point}:12") as (daemon, target, death), connected(target) as nvme:
         nvme.enable()
         nvme.enable_shadow_doorbells()
         load = Load(nvme, nvme.create_queue_pair(1, 64), NS_512, depth=depth)
@@ -201,7 +195,6 @@ def test_kill_in_the_middle_of_an_rpc(point: str, depth: int) -> None:
                 made.append(name)
                 break
         assert death(), f"the worker never came to {point}"
-        death.close()
         names = [bdev["name"] for bdev in daemon.rpc("bdev_get_bdevs")]
         assert sorted(names) == sorted(["mem512", "mem4k", "null", "file", *made])
         load.run(200)
@@ -210,7 +203,7 @@ def test_kill_in_the_middle_of_an_rpc(point: str, depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 32])
 def test_several_generations_die_at_the_same_point(depth: int) -> None:
-    with running("executed:50", generations=4) as (daemon, target), connected(target) as nvme:
+    with running("executed:50", generations=4) as (daemon, target, _), connected(target) as nvme:
         first = daemon.worker_pid()
         nvme.enable()
         nvme.enable_shadow_doorbells()
@@ -222,15 +215,16 @@ def test_several_generations_die_at_the_same_point(depth: int) -> None:
 
 
 def kill_at_random(kills: int, depth: int, nsid: int, seed: int) -> list[float]:
-    with running() as (daemon, target), connected(target) as nvme:
+    with running() as (daemon, target, _), connected(target) as nvme:
         rng = random.Random(seed)
         nvme.enable()
         nvme.enable_shadow_doorbells()
         load = Load(nvme, nvme.create_queue_pair(1, 64), nsid, depth=depth, seed=seed)
         for _ in range(kills):
             load.run(rng.randrange(20, 400))
-            death = Death(daemon.worker_pid())
-            os.kill(daemon.worker_pid(), signal.SIGKILL)
+            pid = daemon.worker_pid()
+            death = Death(pid)
+            os.kill(pid, signal.SIGKILL)
             load.run(until=death)
             death.close()
         load.run(400)
@@ -254,7 +248,7 @@ def test_a_hundred_random_kills(seed: int, record_property: Callable[[str, objec
 
 
 def test_kills_during_resets_under_load() -> None:
-    with running() as (daemon, target), connected(target) as nvme:
+    with running() as (daemon, target, _), connected(target) as nvme:
         nvme.enable()
         load = Load(nvme, nvme.create_queue_pair(1, 64), NS_512, depth=32)
         rng = random.Random(4)
@@ -279,24 +273,21 @@ def test_kills_during_resets_under_load() -> None:
 
 def test_hung_worker_is_replaced(record_property: Callable[[str, object], None]) -> None:
     """A stopped worker has no heartbeat: the watchdog ends it and another goes on."""
-    with running() as (daemon, target), connected(target) as nvme:
+    with running() as (daemon, target, death), connected(target) as nvme:
         nvme.enable()
         nvme.enable_shadow_doorbells()
         load = Load(nvme, nvme.create_queue_pair(1, 64), NS_512, depth=32)
         load.run(300)
-        pid = daemon.worker_pid()
-        death = Death(pid)
-        os.kill(pid, signal.SIGSTOP)
+        os.kill(daemon.worker_pid(), signal.SIGSTOP)
         load.run(until=death)
         load.run(300)
         load.finish()
         record_property("pause_ms", pauses_ms(daemon))
-        death.close()
 
 
 def test_standby_is_replaced() -> None:
     """The death of the standby changes nothing for the guest, and the next kill is survived too."""
-    with running() as (daemon, target), connected(target) as nvme:
+    with running() as (daemon, target, _), connected(target) as nvme:
         nvme.enable()
         load = Load(nvme, nvme.create_queue_pair(1, 64), NS_512, depth=8)
         worker = daemon.worker_pid()
@@ -312,7 +303,7 @@ def test_standby_is_replaced() -> None:
 
 def test_namespaces_and_listeners_survive() -> None:
     """Configuration made before a kill is there afterwards, for new connections too."""
-    with running() as (daemon, target):
+    with running() as (daemon, target, _):
         with connected(target) as nvme:
             nvme.enable()
             queue = nvme.create_queue_pair(1, 8)
