@@ -263,9 +263,10 @@ CONTROLLER: Final = _words(
     "live_queues",  # ids of live SQs, live_count of them
     "live_count",
     "bad_doorbell",  # kind << 32 | id of a doorbell write to report; 0 when control has read it
-    "replay",  # slots to bring to their end after a restart, in order of fetch
-    "replay_count",
-    "replay_done",
+    "todo",  # ring of SLOTS: commands to bring to their end (asic.finish_todo)
+    "todo_begin",
+    "todo_end",
+    "recovering",  # they are the last worker's: new commands wait
     size=256,
 )
 

@@ -84,7 +84,7 @@ class Plane:
         self._segments = np.zeros(layout.SLOTS * layout.SEGMENTS, layout.SEGMENT)
         self._free = np.arange(layout.SLOTS, dtype=np.int64)
         self._live_queues = np.zeros(layout.QUEUES, np.int64)
-        self._replay = np.zeros(layout.SLOTS, np.int64)
+        self._todo = np.zeros(layout.SLOTS, np.int64)
         self._table = self.memory.table()
         self._dbbuf: tuple[int, int] | None = None
         self._holds = 0
@@ -97,9 +97,10 @@ class Plane:
             _at(self._free),
             layout.SLOTS,
         )
-        c.live_queues, c.replay = _at(self._live_queues), _at(self._replay)
+        c.live_queues, c.todo = _at(self._live_queues), _at(self._todo)
         c.namespaces_max = namespaces_max
-        c.hold = c.attention = c.outstanding = c.live_count = c.replay_count = c.replay_done = 0
+        c.hold = c.attention = c.outstanding = c.live_count = 0
+        c.todo_begin = c.todo_end = c.recovering = 0
         c.dma, c.dma_count, c.shadow, c.events, c.bad_doorbell = 0, 0, 0, 0, 0
         c.sequence = 1
         c.state = _at(self.sqs) - layout.SQ_OFFSET
@@ -191,18 +192,9 @@ class Plane:
         for i, fd in enumerate(fds):
             self._vectors[start + i] = fd
 
-    def unread(self, vector: int) -> bool:
-        """Whether a live CQ of this vector may hold completions that the guest has not consumed."""
-        for qid in range(layout.QUEUES):
-            cq = self.cqs[qid]
-            if (
-                cq.live
-                and cq.interrupts
-                and cq.vector == vector
-                and self.locals[qid].cq_tail != self.doorbells[2 * qid + 1]
-            ):
-                return True
-        return False
+    def live(self, vector: int) -> bool:
+        """Whether completions are signalled by this vector."""
+        return bool(np.any((self.cqs.live != 0) & (self.cqs.interrupts != 0) & (self.cqs.vector == vector)))
 
     # ---------------------------------------------------------------------------------------------------- queues
 
@@ -281,7 +273,7 @@ class Plane:
             self.inflight.state[:] = layout.FREE
             self._free[:] = np.arange(layout.SLOTS)
             self.record.free_count = layout.SLOTS
-            self.record.replay_count = self.record.replay_done = 0
+            self.record.todo_begin = self.record.todo_end = self.record.recovering = 0
             self._dbbuf = None
             self.record.shadow = self.record.events = 0
 
@@ -304,7 +296,7 @@ class Plane:
         shadow = events = 0
         if self._dbbuf is not None:
             with contextlib.suppress(DmaFault):
-                shadow = self.memory.find(self._dbbuf[0], layout.PAGE, DMA_READ)
+                shadow = self.memory.find(self._dbbuf[0], layout.PAGE, DMA_READ | DMA_WRITE)
                 events = self.memory.find(self._dbbuf[1], layout.PAGE, DMA_WRITE)
         self.record.shadow, self.record.events = (shadow, events) if events else (0, 0)
 
@@ -368,14 +360,15 @@ class Plane:
         self.poller.update(self.index, slot)
 
     def recover(self, done: dict[int, Completion]) -> list[int]:
-        """Before ``begin``, on state that another worker left: prepare its commands for the poller's replay.
+        """Before ``begin``, on state that another worker left: prepare its commands for asic.finish_todo.
 
         ``done``: results that were saved and may not have been posted, by ``sequence``. Returns the slots of admin
         commands that control must execute again, in their order. The queues are open already.
         """
         busy = [slot for slot in range(layout.SLOTS) if self.inflight[slot].state != layout.FREE]
-        busy.sort(key=lambda slot: int(self.inflight[slot].sequence))
-        replay, again = [], []
+        # A POSTING entry's completion may have been seen already: nothing else may take its place in the CQ.
+        busy.sort(key=lambda s: (self.inflight[s].state != layout.POSTING, int(self.inflight[s].sequence)))
+        todo, again = [], []
         for slot in busy:
             entry = self.inflight[slot]
             sq = self.sqs[entry.sqid]
@@ -397,10 +390,10 @@ class Plane:
                     continue
                 entry.status, entry.dw0 = saved.status, saved.dw0
                 entry.state = layout.EXECUTED
-            replay.append(slot)
+            todo.append(slot)
         self.record.sequence = max([int(self.inflight[s].sequence) for s in busy] + [*done, 0]) + 1
-        self._replay[: len(replay)] = replay
-        self.record.replay_count, self.record.replay_done = len(replay), 0
+        self._todo[: len(todo)] = todo
+        self.record.todo_begin, self.record.todo_end, self.record.recovering = 0, len(todo), 1
         free = [slot for slot in range(layout.SLOTS) if self.inflight[slot].state == layout.FREE]
         self._free[: len(free)] = free
         self.record.free_count = len(free)

@@ -12,6 +12,7 @@ Use: ``Client(worker, number, listener, socket_fd, subsystem)``; ``adopt`` for o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -63,6 +64,11 @@ def _check_eventfd(fd: int) -> None:
     if os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]":
         raise VfioUserError(errno.EINVAL, "an interrupt's descriptor is not an eventfd")
     os.set_blocking(fd, False)
+
+
+def _signal(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # it holds more events than can be counted: it is signalled
+        os.write(fd, _EVENT)
 
 
 class Client:
@@ -135,6 +141,9 @@ class Client:
         """Serve. ``taking``: the keeper has the next message, so the socket is not looked at before it came."""
         self.plane.attend(layout.ATTENTION_TAKEN if taking else layout.ATTENTION_NONE)
         self.plane.begin()
+        for (index, vector), fd in self.vectors.items():
+            if index == IRQ_MSIX and self.plane.live(vector):  # the last worker may have died just before it did
+                _signal(fd)
         self._tasks = [
             asyncio.create_task(self._guard(self._serve_messages())),
             asyncio.create_task(self._guard(self._serve_admin())),
@@ -155,7 +164,7 @@ class Client:
         if self.closed:
             return
         self.closed = True
-        for task in [*self._tasks, *self._io]:
+        for task in self._tasks:  # not I/O: its threads use descriptors that must stay until they have ended
             task.cancel()
         await asyncio.gather(*self._tasks, *self._io, return_exceptions=True)
         await self.plane.close()
@@ -274,8 +283,8 @@ class Client:
         # (QEMU disconnects all of them to add one) is told now.
         await self.plane.poller.grace()
         for (_, vector), fd in changed.items():
-            if index == IRQ_MSIX and fd >= 0 and self.plane.unread(vector):
-                os.write(fd, _EVENT)
+            if index == IRQ_MSIX and fd >= 0 and self.plane.live(vector):
+                _signal(fd)
         for fd in old:
             os.close(fd)
 
@@ -310,10 +319,16 @@ class Client:
         """A command that the poller handed over."""
         if self.plane.inflight[slot].sqid == 0:
             self._admin.put_nowait(slot)
-        else:
-            task = asyncio.create_task(self._guard(self._serve_io(slot)))
-            self._io.add(task)
-            task.add_done_callback(self._io.discard)
+            return
+        # Counted from here on, so that no reset passes between this and the task's first step.
+        self.plane.with_control += 1
+        task = asyncio.create_task(self._guard(self._serve_io(slot, self.plane.generation)))
+        self._io.add(task)
+        task.add_done_callback(self._served_io)
+
+    def _served_io(self, task: asyncio.Task[None]) -> None:
+        self.plane.with_control -= 1
+        self._io.discard(task)
 
     async def _serve_admin(self) -> None:
         while True:
@@ -327,14 +342,9 @@ class Client:
                 continue
             self.commit([] if completion is None else [(slot, completion)])
 
-    async def _serve_io(self, slot: int) -> None:
+    async def _serve_io(self, slot: int, generation: int) -> None:
         """An I/O command on a file that io_uring does not do, or cannot: in a thread."""
-        generation = self.plane.generation
-        self.plane.with_control += 1
-        try:
-            completion = await io.execute(self.plane.sqe(slot), self.plane.memory, self.subsystem)
-        finally:
-            self.plane.with_control -= 1
+        completion = await io.execute(self.plane.sqe(slot), self.plane.memory, self.subsystem)
         if self.plane.generation == generation:
             self.plane.finish(slot, completion)
 

@@ -16,6 +16,7 @@ Errors: a fault of ours ends the process; the keeper starts the next one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import gc
 import itertools
@@ -33,7 +34,7 @@ import numpy as np
 from dpu import killpoint, layout
 from dpu.backends import Backend, FileBackend, MemoryBackend
 from dpu.channel import Channel, ConfigStore, Health, Packet, from_fd
-from dpu.errors import EmuError
+from dpu.errors import EmuError, VfioUserError
 from dpu.fastpath.poller import SPIN_PASSES, Poller, compile_all
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
@@ -302,7 +303,8 @@ class Worker:
             fields = other.fields
             if other.op == "dma":
                 fd = other.fds[0] if other.fds else None
-                client.plane.adopt_dma(fields["iova"], fields["size"], fields["flags"], fields["offset"], fd)
+                with contextlib.suppress(VfioUserError):  # a posted message that failed: the keeper cannot know
+                    client.plane.adopt_dma(fields["iova"], fields["size"], fields["flags"], fields["offset"], fd)
                 other.close()
             elif other.op == "irq":
                 for i, fd in enumerate(other.fds):

@@ -7,7 +7,7 @@ write per CQ that got completions.
 
 Replay rule (DESIGN rule 5). A fetch writes the whole SQE and its place into an in-flight entry, marks it FETCHED,
 then moves the queue. A completion writes the CQE's words into the entry, marks it POSTING, writes the CQE, moves
-the queue, frees the entry. So a worker that dies between any two stores leaves entries from which :func:`replay`
+the queue, frees the entry. So a worker that dies between any two stores leaves entries from which :func:`finish_todo`
 goes on: FETCHED is executed again, EXECUTED is posted, POSTING is written again byte for byte.
 
 Everything here runs compiled, or as plain Python with NUMBA_DISABLE_JIT=1. Sections are of the NVMe Base
@@ -112,6 +112,7 @@ _DSM, _AER = int(NvmOpcode.DATASET_MANAGEMENT), int(AdminOpcode.ASYNC_EVENT_REQU
 _BROADCAST = int(BROADCAST_NSID)
 
 _DNR = 1 << 14  # Do Not Retry (Base 4.6.1): the same command would fail again
+URING_RESERVE = 257  # requests that one command can need: Deallocate of 256 ranges, and one to spare
 _MORE = 1 << 13  # the error log has an entry of it
 _OK = 0
 _INVALID_OPCODE = int(Status.INVALID_OPCODE) | _DNR
@@ -228,18 +229,23 @@ def dma_find(c: Any, local: Any, iova: int, size: int, rights: int) -> int:
 
 
 @compiled
-def resolve_queue(c: Any, sqid: int, cqid: int) -> bool:
-    """Find the host addresses of an SQ and its CQ; False while the guest has them unmapped."""
-    locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
-    sl = locals_[sqid]
-    if sl.sq_host == 0:
+def resolve_sq(c: Any, sqid: int) -> bool:
+    """Find the host address of an SQ; False while the guest has it unmapped."""
+    local = view(c.queues, QUEUES, QUEUE_LOCAL)[sqid]
+    if local.sq_host == 0:
         sq = view(c.state + SQ_OFFSET, QUEUES, SQ)[sqid]
-        sl.sq_host = dma_find(c, sl, sq.iova, sq.entries * 64, DMA_READ)
-    cl = locals_[cqid]
-    if cl.cq_host == 0:
+        local.sq_host = dma_find(c, local, sq.iova, sq.entries * 64, DMA_READ)
+    return local.sq_host != 0
+
+
+@compiled
+def resolve_cq(c: Any, cqid: int) -> bool:
+    """Find the host address of a CQ; False while the guest has it unmapped."""
+    local = view(c.queues, QUEUES, QUEUE_LOCAL)[cqid]
+    if local.cq_host == 0:
         cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
-        cl.cq_host = dma_find(c, cl, cq.iova, cq.entries * 16, DMA_WRITE)
-    return sl.sq_host != 0 and cl.cq_host != 0
+        local.cq_host = dma_find(c, local, cq.iova, cq.entries * 16, DMA_WRITE)
+    return local.cq_host != 0
 
 
 @compiled
@@ -350,7 +356,7 @@ def count_command(p: Any, c: Any, entry: Any, sq: Any, status: int) -> None:
         now = ticks()
         sq.ticks_wait += entry.begun - entry.seen
         sq.ticks_serve += now - entry.begun
-        ns = min(now - entry.seen, 1 << 40) * p.ns_mult >> 20
+        ns = min(max(now - entry.seen, 0), 1 << 40) * p.ns_mult >> 20  # counters of two CPUs may differ
         bucket = ns
         if ns >= 1 << HISTOGRAM_STEP_BITS:
             exponent = bit_length(ns) - 1 - HISTOGRAM_STEP_BITS
@@ -693,7 +699,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
             bad_doorbell(p, c, BAD_DOORBELL_VALUE, 2 * sqid)
         return 0
     cqid = sq.cqid
-    if not resolve_queue(c, sqid, cqid):
+    if not resolve_sq(c, sqid) or not resolve_cq(c, cqid):
         return 0
     cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
     completions = locals_[cqid]
@@ -713,10 +719,12 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
     state = c.state + SQ_OFFSET + SQ_BYTES * sqid
     fetched = 0
     while head != tail and fetched < BATCH:
-        if c.free_count == 0 or u.inflight + 257 > u.limit:
+        if c.free_count == 0 or u.inflight + URING_RESERVE > u.limit:
             break
         if unread + completions.cq_outstanding >= cq.entries - 1:
-            completions.blocked = 1
+            if completions.blocked == 0:
+                completions.blocked = 1
+                return fetched + 1  # something has changed: do not sleep before its event index is set
             break
         slot = load_u64(c.free + 8 * (c.free_count - 1))
         c.free_count -= 1
@@ -766,7 +774,7 @@ def has_room(c: Any, cqid: int) -> bool:
 
 @compiled
 def take_updates(p: Any) -> int:
-    """Post what control has executed. A parked command whose CQ is full stays at the head of the ring."""
+    """Move what control has executed to the lists of its controllers, so that no guest waits for another's."""
     controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
     count = 0
     while True:
@@ -775,16 +783,17 @@ def take_updates(p: Any) -> int:
             return count
         c = controllers[value >> 32]
         slot = value & 0xFFFFFFFF
-        entry = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot]
-        if c.live and entry.state == EXECUTED:  # else a reset has dropped it
-            cqid = entry_cqid(c, entry)
-            if not resolve_queue(c, entry.sqid, cqid) or (entry.where == WHERE_PARKED and not has_room(c, cqid)):
-                return count
-            if p.stamps and entry.begun == 0:
-                entry.begun = ticks()
-            post(p, c, slot, entry, entry.status)
+        if c.live and view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot].state == EXECUTED:
+            append_todo(c, slot)  # else a reset has dropped it
         ring_drop(p.updates)
         count += 1
+
+
+@compiled
+def append_todo(c: Any, slot: int) -> None:
+    """Queue a slot for :func:`finish_todo`. A slot is queued once, so the ring of SLOTS has room."""
+    store_u64(c.todo + 8 * (c.todo_end % SLOTS), slot)
+    c.todo_end += 1
 
 
 @compiled
@@ -832,7 +841,8 @@ def reap(p: Any) -> int:
             c.outstanding -= 1
             if entry.status == _BY_CONTROL:
                 entry.status = 0
-                to_control(p, c, slot, entry)
+                if to_control(p, c, slot, entry) != _PENDING:
+                    post(p, c, slot, entry, _INTERNAL)
             else:
                 post(p, c, slot, entry, entry.status)
         count += 1
@@ -852,31 +862,42 @@ def submit(p: Any) -> None:
 
 
 @compiled
-def replay(p: Any, c: Any) -> None:
-    """After a restart: bring every command of the last worker to its end, in the order of their fetch."""
+def finish_todo(p: Any, c: Any) -> None:
+    """Bring commands to their end: what control has executed, and after a restart all that the last worker left.
+
+    After a restart control has put POSTING entries first: their place in the CQ is taken already. A slot that cannot
+    go on just now (its CQ is unmapped or has no room for a parked command) goes to the end of the list.
+    """
     table = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)
     locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
-    while c.replay_done < c.replay_count:
-        slot = load_u64(c.replay + 8 * c.replay_done)
+    u = view(p.uring, 1, URING)[0]
+    for _ in range(c.todo_end - c.todo_begin):
+        if u.inflight + URING_RESERVE > u.limit:
+            return
+        slot = load_u64(c.todo + 8 * (c.todo_begin % SLOTS))
+        c.todo_begin += 1
         entry = table[slot]
         cqid = entry_cqid(c, entry)
-        if not resolve_queue(c, entry.sqid, cqid):
-            return
-        if entry.state == POSTING:
+        if not resolve_cq(c, cqid):
+            append_todo(c, slot)
+        elif entry.state == POSTING:
             cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
-            locals_[cqid].cq_outstanding -= 1
+            if entry.where != WHERE_PARKED:
+                locals_[cqid].cq_outstanding -= 1
             write_completion(p, c, slot, entry, cq, locals_[cqid])
         elif entry.state == EXECUTED:
             if entry.where == WHERE_PARKED and not has_room(c, cqid):
-                return
-            post(p, c, slot, entry, entry.status)
+                append_todo(c, slot)
+            else:
+                post(p, c, slot, entry, entry.status)
         elif entry.state == FETCHED:
             entry.status = 0
             entry.seen = ticks() if p.stamps else 0
             if entry.where != WHERE_PARKED:
                 entry.where = WHERE_ASIC
             begin(p, c, slot, entry)
-        c.replay_done += 1
+    if c.todo_begin == c.todo_end:
+        c.recovering = 0
 
 
 # ---------------------------------------------------------------------------------------------------- doorbells
@@ -1038,10 +1059,10 @@ def one_pass(p: Any, look: bool) -> int:
             work += drain_socket(p, c)
         if c.hold:
             continue
-        if c.replay_done < c.replay_count:
-            replay(p, c)
-            if c.replay_done < c.replay_count:
-                continue
+        if c.todo_begin != c.todo_end:
+            finish_todo(p, c)
+        if c.recovering and c.todo_begin != c.todo_end:
+            continue  # new commands wait for those of the last worker
         for k in range(c.live_count):
             work += serve_queue(p, c, load_u64(c.live_queues + 8 * k))
     submit(p)

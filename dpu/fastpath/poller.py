@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -29,30 +30,31 @@ IDLE_MS = 250
 _EVENT = (1).to_bytes(8, "little")
 
 
+@compiled
+def _now() -> int:
+    return ticks()
+
+
 def compile_all() -> None:
-    """Compile the loop (or load it from the cache) before anything is served."""
+    """Compile the loop (or load it from the cache) before anything is served, and measure the clock."""
     if JIT:
         asic.run.compile("void(int64)")  # type: ignore[attr-defined]
         asic.ring_push.compile("boolean(int64,int64)")  # type: ignore[attr-defined]
         asic.ring_peek.compile("int64(int64)")  # type: ignore[attr-defined]
         asic.ring_drop.compile("void(int64)")  # type: ignore[attr-defined]
-        ticks()
+        _now.compile("int64()")  # type: ignore[attr-defined]
+    ns_multiplier()
 
 
+@functools.cache
 def ns_multiplier(seconds: float = 0.02) -> int:
     """``ns_mult`` of layout.POLLER: measured, since the rate of the time stamp counter is nowhere to be read."""
     if not JIT:
         return 1 << 20  # plain Python's ticks are nanoseconds
-    clock = [0, 0]
-    begin = _tick_now(), time.perf_counter_ns()
+    begin = _now(), time.perf_counter_ns()
     time.sleep(seconds)
-    clock = [_tick_now() - begin[0], time.perf_counter_ns() - begin[1]]
-    return (clock[1] << 20) // max(clock[0], 1)
-
-
-@compiled
-def _tick_now() -> int:
-    return ticks()
+    passed = _now() - begin[0], time.perf_counter_ns() - begin[1]
+    return (passed[1] << 20) // max(passed[0], 1)
 
 
 class Poller:
