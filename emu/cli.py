@@ -138,7 +138,7 @@ def _run(arguments: argparse.Namespace) -> int:
             from emu import dryrun
             from emu.paths import runtime_dir
 
-            directory = runtime_dir("my")
+            directory = runtime_dir("labs").parent / "my"  # not made here
             planned = plan(config, prepare(config, progress), directory)
             progress.close()
             if arguments.json:

@@ -28,9 +28,14 @@ def print_report(report: Report, console: Console) -> None:
         for row in _rows(result):
             table.add_row(*row)
     console.print(table)
+    told = {""}
     for result in report.workloads:
         if result.error:
-            console.print(f"[red]{escape(result.name)}[/]: {escape(result.error)}", highlight=False)
+            line, _, details = result.error.partition("\n")  # such as the last lines of a console
+            console.print(f"[red]{escape(result.name)}[/]: {escape(line)}", highlight=False)
+            if details not in told:
+                console.print(details, markup=False, highlight=False)
+                told.add(details)
     console.print(escape("\n".join(_context(report))), highlight=False, style="dim")
 
 

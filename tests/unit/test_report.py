@@ -81,6 +81,15 @@ def test_table() -> None:
     assert "card: its worker was restarted 2 times" in lines
 
 
+def test_what_two_workloads_say_is_shown_once() -> None:
+    of = report()
+    for result in of.workloads:
+        result.error = "the guest panicked\nlast console lines:\n  [1.0] <TASK>"
+    lines = table(of)
+    assert lines.count("reads: the guest panicked") == lines.count("verify: the guest panicked") == 1
+    assert lines.count("  [1.0] <TASK>") == 1
+
+
 def test_ok_needs_every_workload() -> None:
     of = report()
     assert not of.ok
