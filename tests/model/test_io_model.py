@@ -210,7 +210,7 @@ def test_io_against_the_model() -> None:
 
 
 def test_io_against_the_model_with_kills() -> None:
-    run_machine(kills=True, max_examples=10, stateful_step_count=20)
+    run_machine(kills=True, max_examples=6, stateful_step_count=20)
 
 
 @pytest.mark.slow
