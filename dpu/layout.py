@@ -60,13 +60,16 @@ def _fields(dtype: Any) -> dict[str, tuple[Any, int]]:
 
 def _record(fields: dict[str, tuple[Any, int]], size: int) -> Any:
     """The dtype with these fields at these offsets."""
+    clash = [name for name in fields if hasattr(np.void, name)]
+    assert not clash, f"plain Python would find numpy's attribute instead of the field: {clash}"
     formats, offsets = [f for f, _ in fields.values()], [at for _, at in fields.values()]
     return np.dtype({"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": size})
 
 
 def _signed(structure: type[ctypes.LittleEndianStructure]) -> Any:
-    """The structure's dtype with its 64-bit fields signed (see the module's docstring)."""
-    fields = _fields(np.dtype(structure))
+    """The structure's dtype, 64-bit fields signed (see the module's docstring), ``flags`` as ``cdw0_flags``."""
+    wire = _fields(np.dtype(structure))
+    fields = {"cdw0_flags" if name == "flags" else name: field for name, field in wire.items()}
     signed = {name: (np.dtype("<i8") if kind.itemsize == 8 else kind, at) for name, (kind, at) in fields.items()}
     return _record(signed, ctypes.sizeof(structure))
 
@@ -196,8 +199,8 @@ CQ_POSTED: Final = offset_of(CQ, "posted")
 
 # ------------------------------------------------------------------------------------------------- worker-local
 
-# One DMA region: guest addresses iova .. iova + size are at host address ``host``; rights: 1 read, 2 write.
-REGION: Final = _words("iova", "size", "host", "rights")
+# One DMA region: guest addresses iova .. iova + length are at host address ``host``; rights: 1 read, 2 write.
+REGION: Final = _words("iova", "length", "host", "rights")
 DMA_READ: Final = 1  # the device may read guest memory
 DMA_WRITE: Final = 2
 
@@ -219,7 +222,7 @@ KIND_NULL: Final = 1
 KIND_MEMORY: Final = 2
 KIND_FILE: Final = 3
 
-SEGMENT: Final = _words("host", "size")  # the kernel's struct iovec
+SEGMENT: Final = _words("host", "length")  # the kernel's struct iovec
 SEGMENT_LIST_BYTES: Final = SEGMENTS * SEGMENT.itemsize  # of one slot
 
 # Words of queues that are valid in this worker only; index i serves SQ i and CQ i alike.
@@ -323,8 +326,8 @@ DOORBELL: Final = np.dtype(
     [
         ("id", "<u2"),
         ("command", "<u2"),
-        ("size", "<u4"),
-        ("flags", "<u4"),
+        ("length", "<u4"),
+        ("message_flags", "<u4"),
         ("error", "<u4"),
         ("offset", "<i8"),
         ("region", "<u4"),
@@ -362,7 +365,7 @@ URING: Final = _words(
 URING_SQE: Final = np.dtype(
     [
         ("opcode", "u1"),
-        ("flags", "u1"),
+        ("sqe_flags", "u1"),
         ("ioprio", "<u2"),
         ("fd", "<i4"),
         ("off", "<i8"),
@@ -376,7 +379,9 @@ URING_SQE: Final = np.dtype(
         ("pad", "<i8", (2,)),
     ]
 )
-URING_CQE: Final = np.dtype([("user_data", "<i8"), ("res", "<i4"), ("flags", "<u4")])
+URING_CQE: Final = np.dtype([("user_data", "<i8"), ("res", "<i4"), ("cqe_flags", "<u4")])
+for _dtype in (INFLIGHT, POLLFD, DOORBELL, URING_SQE, URING_CQE):
+    _record(_fields(_dtype), _dtype.itemsize)  # refuses clashing names
 assert URING_SQE.itemsize == 64 and URING_CQE.itemsize == 16 and CQE.itemsize == 16 and SQE.itemsize == 64
 
 # Named points where a test may end the worker (see dpu/killpoint.py); code 0 is "never".

@@ -207,8 +207,8 @@ def dma_find(c: Any, local: Any, iova: int, size: int, rights: int) -> int:
     if hint < count:
         r = regions[hint]
         offset = iova - r.iova
-        if iova >= r.iova and offset < r.size:
-            if size <= r.size - offset and r.rights & rights == rights:
+        if iova >= r.iova and offset < r.length:
+            if size <= r.length - offset and r.rights & rights == rights:
                 return r.host + offset
             return 0
     low, high = 0, count
@@ -222,7 +222,7 @@ def dma_find(c: Any, local: Any, iova: int, size: int, rights: int) -> int:
         return 0
     r = regions[low - 1]
     offset = iova - r.iova
-    if offset < r.size and size <= r.size - offset and r.rights & rights == rights:
+    if offset < r.length and size <= r.length - offset and r.rights & rights == rights:
         local.region = low - 1
         return r.host + offset
     return 0
@@ -255,11 +255,11 @@ def add_segment(c: Any, local: Any, out: int, count: int, iova: int, size: int, 
     if host == 0:
         return -1
     segments = view(out, SEGMENTS, SEGMENT)
-    if count > 0 and segments[count - 1].host + segments[count - 1].size == host:
-        segments[count - 1].size += size
+    if count > 0 and segments[count - 1].host + segments[count - 1].length == host:
+        segments[count - 1].length += size
         return count
     segments[count].host = host
-    segments[count].size = size
+    segments[count].length = size
     return count + 1
 
 
@@ -453,7 +453,7 @@ def uring_prepare(u: Any, opcode: int, fd: int, offset: int, address: int, size:
     index = tail & u.sq_mask
     e = view(u.sqes, u.sq_mask + 1, URING_SQE)[index]
     e.opcode = opcode
-    e.flags = 0
+    e.sqe_flags = 0
     e.ioprio = 0
     e.fd = fd
     e.off = offset
@@ -511,7 +511,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
     host = map_lookup(ns, lba)
     if host:
         for i in range(count):
-            size = segments[i].size
+            size = segments[i].length
             if op == _READ:
                 copy(segments[i].host, host, size)
             elif op == _WRITE:
@@ -527,7 +527,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
     fd = ns.direct_fd
     odd = lba << ns.shift
     for i in range(count):
-        odd |= segments[i].host | segments[i].size
+        odd |= segments[i].host | segments[i].length
     if fd < 0 or odd & ns.align:
         fd = ns.fd
     flags = _DSYNC if op == _WRITE and signed(sqe.cdw12) & _FUA else 0
@@ -560,7 +560,7 @@ def write_zeroes(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, block
     if signed(entry.sqe.cdw12) & _FUA:
         u = view(p.uring, 1, URING)[0]
         index = (load_u32(u.sq_tail) - 1) & u.sq_mask
-        view(u.sqes, u.sq_mask + 1, URING_SQE)[index].flags = _LINK
+        view(u.sqes, u.sq_mask + 1, URING_SQE)[index].sqe_flags = _LINK
         uring_prepare(u, _OP_FSYNC, ns.fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
         operations += 1
     return to_uring(p, c, slot, entry, operations)
@@ -602,8 +602,8 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     segments = view(out, SEGMENTS, SEGMENT)
     at = p.scratch  # one copy: the guest may change its list under us
     for i in range(found):
-        copy(at, segments[i].host, segments[i].size)
-        at += segments[i].size
+        copy(at, segments[i].host, segments[i].length)
+        at += segments[i].length
     ranges = view(p.scratch, count, RANGE)
     for i in range(count):
         if not in_range(ns, ranges[i].slba, signed(ranges[i].nlb)):
@@ -626,7 +626,7 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     if entry.sqid == 0:
         return to_control(p, c, slot, entry)
     sqe = entry.sqe
-    if signed(sqe.flags):  # fused operations and SGLs are not offered (Identify FUSES, SGLS)
+    if signed(sqe.cdw0_flags):  # fused operations and SGLs are not offered (Identify FUSES, SGLS)
         return _INVALID_FIELD
     op = signed(sqe.opcode)
     nsid = signed(sqe.nsid)
@@ -938,8 +938,8 @@ def drain_socket(p: Any, c: Any) -> int:
             m = view(p.scratch + at, 1, DOORBELL)[0]
             if (
                 signed(m.command) != _REGION_WRITE
-                or signed(m.size) != _DOORBELL_BYTES
-                or signed(m.flags) != _NO_REPLY
+                or signed(m.length) != _DOORBELL_BYTES
+                or signed(m.message_flags) != _NO_REPLY
             ):
                 break
             offset = m.offset - DOORBELLS_OFFSET
