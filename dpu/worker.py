@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import gc
 import itertools
@@ -43,6 +44,7 @@ from dpu.rpc.methods import method_table
 from dpu.rpc.server import Server
 from dpu.session import Client
 from dpu.target import Subsystem, Target
+from dpu.vfio_user.keeping import error_reply
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class Worker:
         self.target = Target(self)
         self.clients: dict[int, Client] = {}
         self.pollers: list[Poller] = []
+        self._refused: dict[int, str] = {}
         self._adopted: list[Packet] = []
         self._fds: dict[str, int] = {}
         self._listeners: dict[str, str] = {}
@@ -124,15 +127,22 @@ class Worker:
         elif op == "client":
             self.spawn(self._new_client(packet))
         elif op == "message":
-            client = self.clients.get(packet.fields["client"])
-            if client is None:
-                packet.close()
-            else:
-                client.message(packet)
+            self._message(packet)
         elif op == "gone":
             self.spawn(self._gone(packet.fields["client"]))
         else:
             raise AssertionError(f"packet {op!r}")
+
+    def _message(self, packet: Packet) -> None:
+        number = packet.fields["client"]
+        if number in self.clients:
+            self.clients[number].message(packet)
+            return
+        packet.close()
+        if number in self._refused:
+            reply = error_reply(packet.raw, errno.EBUSY)
+            self.channel.send("reply", raw=reply, client=number, seq=packet.fields["seq"])
+            self.channel.send("drop", client=number, reason=self._refused[number])
 
     async def _go(self) -> None:
         """Take over."""
@@ -284,7 +294,9 @@ class Worker:
         if reason or subsystem is None:
             log.error("client %d refused: %s", number, reason)
             packet.close()
-            self.channel.send("drop", client=number, reason=reason)
+            # QEMU waits for an answer to its first message, and does not notice that the connection has ended.
+            self._refused[number] = reason
+            self.channel.send("take", client=number)
             return None
         client = Client(self, number, key, packet.fds[0], subsystem)
         client.open(*(areas or self._make_areas(number)), self._cntlid(subsystem))
@@ -329,6 +341,7 @@ class Worker:
 
     async def _gone(self, number: int) -> None:
         """A connection has ended."""
+        self._refused.pop(number, None)
         client = self.clients.get(number)
         if client is not None:
             await client.close()

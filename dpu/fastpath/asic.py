@@ -963,8 +963,12 @@ def drain_socket(p: Any, c: Any) -> int:
 
 
 @compiled
-def arm(p: Any) -> None:
-    """Before sleeping: ask guests with shadow doorbells to ring for the next entry (Base 5.8, EventIdx)."""
+def set_armed(p: Any, armed: bool) -> None:
+    """Before sleeping ask guests with shadow doorbells to ring for their next entry; after waking, not to.
+
+    EventIdx (Base 5.8): the guest rings when its tail passes it. So it is the tail while armed, and one less while the
+    entries are found by looking. A CQ head rings only when commands wait for room in the CQ.
+    """
     controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
     for i in range(p.controller_count):
         c = controllers[i]
@@ -976,31 +980,17 @@ def arm(p: Any) -> None:
             sqid = load_u64(c.live_queues + 8 * k)
             if sqid == 0:
                 continue
-            store_u32(c.events + 8 * sqid, load_u32(c.shadow + 8 * sqid))
             cqid = sqs[sqid].cqid
-            if locals_[cqid].blocked:
-                store_u32(c.events + 8 * cqid + 4, load_u32(c.shadow + 8 * cqid + 4))
-    p.armed = 1
-    fence()
-
-
-@compiled
-def disarm(p: Any) -> None:
-    """After waking: entries are found by looking, so no more rings are wanted."""
-    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
-    for i in range(p.controller_count):
-        c = controllers[i]
-        if c.live == 0 or c.events == 0:
-            continue
-        locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
-        sqs = view(c.state + SQ_OFFSET, QUEUES, SQ)
-        for k in range(c.live_count):
-            sqid = load_u64(c.live_queues + 8 * k)
-            if sqid:
+            if armed:
+                store_u32(c.events + 8 * sqid, load_u32(c.shadow + 8 * sqid))
+                if locals_[cqid].blocked:
+                    store_u32(c.events + 8 * cqid + 4, load_u32(c.shadow + 8 * cqid + 4))
+            else:
                 head = locals_[sqid].sq_head
                 store_u32(c.events + 8 * sqid, (head if head else sqs[sqid].entries) - 1)
-                locals_[sqs[sqid].cqid].blocked = 0
-    p.armed = 0
+                locals_[cqid].blocked = 0
+    p.armed = 1 if armed else 0
+    fence()
 
 
 @compiled
@@ -1093,15 +1083,15 @@ def run(address: int) -> None:
         kill_at(p, _IN_LOOP)
         if one_pass(p, idle > 0 or p.passes & 7 == 0):
             if p.armed:
-                disarm(p)
+                set_armed(p, False)
             idle = 0
             continue
         idle += 1
         if idle < p.spin:
             pause()
         elif p.armed == 0:
-            arm(p)
+            set_armed(p, True)
         else:
             sleep(p)
-            disarm(p)
+            set_armed(p, False)
             idle = 1
