@@ -966,7 +966,7 @@ def drain_socket(p: Any, c: Any) -> int:
 def set_armed(p: Any, armed: bool) -> None:
     """Before sleeping ask guests with shadow doorbells to ring for their next entry; after waking, not to.
 
-    EventIdx (Base 5.8): the guest rings when its tail passes it. So it is the tail while armed, and one less while the
+    EventIdx (Base 5.8): the guest rings when its tail passes it. So it is the tail while armed, one less while the
     entries are found by looking. A CQ head rings only when commands wait for room in the CQ.
     """
     controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
