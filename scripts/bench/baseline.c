@@ -43,8 +43,8 @@ static int64_t dma_find(const struct CONTROLLER *c, struct QUEUE_LOCAL *local, i
     if (LIKELY(hint < high)) {
         const struct REGION *r = &regions[hint];
         int64_t offset = iova - r->iova;
-        if (iova >= r->iova && offset < r->size)
-            return size <= r->size - offset && (r->rights & rights) == rights ? r->host + offset : 0;
+        if (iova >= r->iova && offset < r->length)
+            return size <= r->length - offset && (r->rights & rights) == rights ? r->host + offset : 0;
     }
     while (low < high) {
         int64_t middle = (low + high) >> 1;
@@ -57,7 +57,7 @@ static int64_t dma_find(const struct CONTROLLER *c, struct QUEUE_LOCAL *local, i
         return 0;
     const struct REGION *r = &regions[low - 1];
     int64_t offset = iova - r->iova;
-    if (offset < r->size && size <= r->size - offset && (r->rights & rights) == rights) {
+    if (offset < r->length && size <= r->length - offset && (r->rights & rights) == rights) {
         local->region = low - 1;
         return r->host + offset;
     }
@@ -70,12 +70,12 @@ static inline int64_t add_segment(const struct CONTROLLER *c, struct QUEUE_LOCAL
     int64_t host = dma_find(c, local, iova, size, rights);
     if (host == 0)
         return -1;
-    if (count > 0 && out[count - 1].host + out[count - 1].size == host) {
-        out[count - 1].size += size;
+    if (count > 0 && out[count - 1].host + out[count - 1].length == host) {
+        out[count - 1].length += size;
         return count;
     }
     out[count].host = host;
-    out[count].size = size;
+    out[count].length = size;
     return count + 1;
 }
 
@@ -155,8 +155,8 @@ static void count_command(const struct POLLER *p, const struct CONTROLLER *c, co
         int64_t now = (int64_t)__rdtsc();
         sq->ticks_wait += entry->begun - entry->seen;
         sq->ticks_serve += now - entry->begun;
-        int64_t ticks = now - entry->seen, ns;
-        ns = (ticks < (int64_t)1 << 40 ? ticks : (int64_t)1 << 40) * p->ns_mult >> 20;
+        int64_t ticks = now - entry->seen > 0 ? now - entry->seen : 0;
+        int64_t ns = (ticks < (int64_t)1 << 40 ? ticks : (int64_t)1 << 40) * p->ns_mult >> 20;
         int64_t bucket = ns;
         if (ns >= 1 << HISTOGRAM_STEP_BITS) {
             int exponent = 63 - __builtin_clzll((uint64_t)ns) - HISTOGRAM_STEP_BITS;
@@ -186,7 +186,7 @@ static int64_t transfer(const struct CONTROLLER *c, int64_t slot, struct INFLIGH
         abort();
     char *host = (char *)(ns->host + (lba << ns->shift));
     for (int64_t i = 0; i < count; i++) {
-        size_t size = (size_t)segments[i].size;
+        size_t size = (size_t)segments[i].length;
         if (op == OP_READ)
             memcpy((void *)segments[i].host, host, size);
         else if (op == OP_WRITE)
@@ -203,7 +203,7 @@ static int64_t execute(const struct CONTROLLER *c, int64_t slot, struct INFLIGHT
     const struct SQE *sqe = &entry->sqe;
     if (entry->sqid == 0)
         abort();
-    if (sqe->flags)
+    if (sqe->cdw0_flags)
         return INVALID_FIELD;
     int64_t op = sqe->opcode, nsid = sqe->nsid;
     if (op != OP_READ && op != OP_WRITE && op != OP_FLUSH && op != OP_COMPARE && op != OP_ZEROES && op != OP_DSM)
@@ -283,10 +283,8 @@ static int64_t serve_queue(struct POLLER *p, struct CONTROLLER *c, int64_t sqid)
     while (head != tail && fetched < BATCH) {
         if (c->free_count == 0 || u->inflight + 257 > u->limit)
             break;
-        if (unread + cl->cq_outstanding >= cq->entries - 1) {
-            cl->blocked = 1;
-            break;
-        }
+        if (unread + cl->cq_outstanding >= cq->entries - 1)
+            abort(); /* the client's queues have room */
         int64_t slot = load64(c->free + 8 * --c->free_count);
         struct INFLIGHT *entry = &table[slot];
         memcpy(&entry->sqe, (void *)(sl->sq_host + 64 * head), sizeof entry->sqe);
@@ -345,7 +343,7 @@ int64_t baseline_pass(int64_t address)
         struct CONTROLLER *c = &AT(CONTROLLER, p->controllers)[i];
         if (!c->live || c->hold)
             continue;
-        if (c->replay_done < c->replay_count)
+        if (c->todo_begin != c->todo_end)
             abort();
         for (int64_t k = 0; k < c->live_count; k++)
             work += serve_queue(p, c, load64(c->live_queues + 8 * k));
