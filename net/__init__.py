@@ -1,1 +1,1 @@
-"""The fabric. Empty until the SRv6 fabric lands; imports neither ``emu`` nor ``dpu``."""
+"""The fabric: topology, SRv6 addressing, switches, MRC transport, simulation; imports neither ``emu`` nor ``dpu``."""
