@@ -83,23 +83,28 @@ class Report:
         """What is known only later: accelerator, QEMU, image."""
         self._host = hostinfo.collect(**stamp)
 
-    def write(self) -> Path:
-        host = self._host.finished()
-        assert host.load_end is not None
-        if max(host.load_start[0], host.load_end[0]) > BUSY_LOAD:
-            text = f"the host was busy: load {host.load_start[0]:.1f} at the start, {host.load_end[0]:.1f} at the end"
-            self.notes.append(text)
+    def save(self) -> None:
+        """Write what there is, also on the way: an interrupted benchmark leaves its results."""
         document = {
             "benchmark": self.name,
             "when": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self._begun)),
             "seconds": round(time.time() - self._begun, 1),
-            "host": host.to_dict(),
+            "host": self._host.finished().to_dict(),
             "options": {key: str(value) if isinstance(value, Path) else value for key, value in self.options.items()},
             "results": self.results,
             "notes": self.notes,
         }
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(document, indent=1) + "\n")
+
+    def write(self) -> Path:
+        """Save, and say where and what to mind."""
+        host = self._host.finished()
+        assert host.load_end is not None
+        if max(host.load_start[0], host.load_end[0]) > BUSY_LOAD:
+            text = f"the host was busy: load {host.load_start[0]:.1f} at the start, {host.load_end[0]:.1f} at the end"
+            self.notes.append(text)
+        self.save()
         print(f"\n{self.out}")
         for note in self.notes:
             print(f"note: {note}")
