@@ -7,7 +7,7 @@ import tomllib
 from ipaddress import IPv6Address, IPv6Network
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scapy.layers.inet6 import IPv6
 
@@ -49,6 +49,7 @@ def test_a_carrier_walks_its_path() -> None:
     ]
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**128 - 1))
 def test_shift_is_that_of_text_and_of_bytes(value: int) -> None:
     address = IPv6Address(value)
@@ -57,6 +58,7 @@ def test_shift_is_that_of_text_and_of_bytes(value: int) -> None:
     assert shift(address).packed == packed[:4] + packed[6:] + bytes(2)
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**128 - 1))
 def test_addresses_are_scapys_bytes(value: int) -> None:
     address = IPv6Address(value)
@@ -71,6 +73,7 @@ def walks(draw: st.DrawFn) -> tuple[Plan, Path]:
     return Plan(fabric), fabric.path(src, dst, draw(st.sampled_from(fabric.evs(src, dst))))
 
 
+@settings(deadline=None, max_examples=60)
 @given(walks())
 def test_every_carrier_reaches_its_host_by_its_path(case: tuple[Plan, Path]) -> None:
     plan, path = case
@@ -80,6 +83,7 @@ def test_every_carrier_reaches_its_host_by_its_path(case: tuple[Plan, Path]) -> 
     assert [hop.port for hop in hops] == [*(port.number for port in ports), None]
 
 
+@settings(deadline=None, max_examples=60)
 @given(walks())
 def test_tables_by_a_naive_lookup(case: tuple[Plan, Path]) -> None:
     """Textual: groups of the address against groups of every route of the node, no Table, no decide."""

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from net.errors import TopologyError
@@ -115,6 +115,7 @@ FABRICS = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None, max_examples=60)
 @given(FABRICS, st.data())
 def test_entropy_values_and_paths_are_inverse(fabric: Topology, data: st.DataObject) -> None:
     src, dst = data.draw(st.integers(0, fabric.hosts - 1)), data.draw(st.integers(0, fabric.hosts - 1))
@@ -127,6 +128,7 @@ def test_entropy_values_and_paths_are_inverse(fabric: Topology, data: st.DataObj
         assert named == sorted(everything)
 
 
+@settings(deadline=None, max_examples=60)
 @given(FABRICS, st.data())
 def test_ports_of_a_path_are_the_ends_of_its_links(fabric: Topology, data: st.DataObject) -> None:
     src, dst = data.draw(st.integers(0, fabric.hosts - 1)), data.draw(st.integers(0, fabric.hosts - 1))
