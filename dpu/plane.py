@@ -393,7 +393,7 @@ class Plane:
             todo.append(slot)
         self.record.sequence = max([int(self.inflight[s].sequence) for s in busy] + [*done, 0]) + 1
         self._todo[: len(todo)] = todo
-        self.record.todo_begin, self.record.todo_end, self.record.recovering = 0, len(todo), 1
+        self.record.todo_begin, self.record.todo_end, self.record.recovering = 0, len(todo), int(bool(todo))
         free = [slot for slot in range(layout.SLOTS) if self.inflight[slot].state == layout.FREE]
         self._free[: len(free)] = free
         self.record.free_count = len(free)
