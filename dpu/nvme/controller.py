@@ -280,7 +280,7 @@ class Controller:
         """Why the controller cannot be enabled with these registers ("" = it can)."""
         fields = registers.CC.fields
         checks = {
-            "CC.CSS is not supported": fields.get(cc, "CSS") in (registers.CC_CSS_NVM, registers.CC_CSS_ALL),
+            "CC.CSS is not supported": fields.get(cc, "CSS") == registers.CC_CSS_NVM,
             "CC.MPS is not within CAP.MPSMIN and CAP.MPSMAX": fields.get(cc, "MPS") == 0,
             "CC.AMS is not supported": fields.get(cc, "AMS") == 0,
             "AQA.ASQS is below 1": registers.AQA.fields.get(self._aqa, "ASQS") >= 1,

@@ -76,9 +76,7 @@ CRTO: Final = Register("CRTO", 0x68, 4, Bits(CRWMT=(0, 15), CRIMT=(16, 31)))
 MAP: Final = (CAP, VS, INTMS, INTMC, CC, CSTS, AQA, ASQ, ACQ, CRTO)
 
 CSS_NVM: Final = 1 << 0  # CAP.CSS bit 0: the NVM Command Set
-CSS_SETS: Final = 1 << 6  # CAP.CSS bit 6: CC.CSS 110b and the Identify data that carries a CSI
 CC_CSS_NVM: Final = 0b000
-CC_CSS_ALL: Final = 0b110
 CRMS_WITH_MEDIA: Final = 0b01  # 2.0 controllers: ready means that the media is ready too
 
 SHN_NONE: Final = 0b00
@@ -96,7 +94,7 @@ CAPABILITIES: Final = CAP.fields.encode(
     MQES=QUEUE_ENTRIES_MAX - 1,  # 0's based
     CQR=1,
     TO=READY_TIMEOUT_500MS,
-    CSS=CSS_NVM | CSS_SETS,
+    CSS=CSS_NVM,
     CRMS=CRMS_WITH_MEDIA,
 )
 READY_TIMEOUTS: Final = CRTO.fields.encode(CRWMT=READY_TIMEOUT_500MS)

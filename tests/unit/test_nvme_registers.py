@@ -19,7 +19,7 @@ def test_capabilities_and_version() -> None:
     assert cap >> 32 & 0xF == 0  # DSTRD
     assert cap >> 36 & 1 == 0  # NSSRS
     assert cap >> 37 & 1 == 1  # CSS: NVM command set
-    assert cap >> 43 & 1 == 1  # CSS: I/O command sets by CSI
+    assert cap >> 43 & 1 == 0  # CSS: one command set, so nothing is selected by CSI
     assert cap >> 48 & 0xFF == 0  # MPSMIN, MPSMAX: 4 KiB
     assert cap >> 59 & 3 == 1  # CRMS: ready with media
     assert host.read32(0x68) == 30  # CRTO.CRWMT
@@ -93,6 +93,7 @@ def test_enable_opens_the_admin_queue_and_disable_keeps_its_registers() -> None:
     ("name", "change"),
     [
         ("CSS 1", {"cc": CC_ENABLE | 1 << 4}),
+        ("CSS 6, all command sets", {"cc": CC_ENABLE | 6 << 4}),
         ("CSS 7, admin only", {"cc": CC_ENABLE | 7 << 4}),
         ("MPS 8 KiB", {"cc": CC_ENABLE | 1 << 7}),
         ("AMS weighted", {"cc": CC_ENABLE | 1 << 11}),
