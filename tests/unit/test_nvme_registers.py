@@ -123,12 +123,6 @@ def test_enable_with_bad_registers_sets_cfs_and_a_reset_recovers(name: str, chan
     assert host.controller.fatal_reason == ""
 
 
-def test_css_all_sets_is_accepted() -> None:
-    host = Host(enable=False)
-    host.enable(cc=CC_ENABLE | 6 << 4)
-    assert host.read32(0x1C) == RDY
-
-
 def test_css_mps_and_ams_do_not_change_while_enabled() -> None:
     host = Host()
     host.write32(0x14, CC_ENABLE | 7 << 4 | 3 << 7 | 1 << 11)
