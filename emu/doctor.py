@@ -1,6 +1,6 @@
 """Does this host have what the lab needs? One row per need: what was found, and the fix for what is amiss.
 
-    emu doctor [--json] [--offline]       # exit code 0: everything needed is there; 1: something is not
+    emu doctor [--json] [--offline]       # exit code 0: everything needed is there; 3: something is not
 
 ``ok`` is fine, ``warn`` works but slower, smaller or not for everybody, ``fail`` stops ``emu run``. A check
 that cannot be made at all is a ``fail`` that says why.

@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -35,11 +36,14 @@ from emu.progress import Progress
 from emu.vm import Platform, Vm, VmConfig, VmPaths, qemu_command
 
 SNAPSHOTS_MAX = 8
+LOCK_WAIT_S = 120.0
+"""How long a VM waits for another process that makes its snapshot, before it boots by itself."""
+LOCK_POLL_S = 0.05
 _FORMAT = 1  # of the folder and of what Vm.start does with it
 
 
 class _Unsavable(EmuError):
-    """The template booted, but its state could not be saved."""
+    """There is no template snapshot to be had now."""
 
 
 async def start(vm: Vm, progress: Progress) -> None:
@@ -104,10 +108,10 @@ def _whole(folder: Path) -> bool:
 
 async def _make(vm: Vm, folder: Path, progress: Progress) -> None:
     """Boot the template and save it as ``folder``, unless another process does so at the moment."""
-    async with _locked(folder.parent / ".lock"):
+    async with _locked(folder.parent / f".lock-{folder.name}", progress):
         if _whole(folder):
             return
-        for left_over in (*folder.parent.glob(".new-*"), folder):  # of a maker that was killed; a broken one
+        for left_over in (*folder.parent.glob(f".new-{folder.name}-*"), folder):  # of a killed maker; a broken one
             shutil.rmtree(left_over, ignore_errors=True)
         progress.step("Booting a template VM, once")
         new = folder.parent / f".new-{folder.name}-{os.getpid()}"
@@ -162,16 +166,20 @@ def _prune(root: Path) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _locked(path: Path) -> AsyncIterator[None]:
-    """One maker at a time, in all processes and among our own VMs; the kernel frees it when a holder dies."""
+async def _locked(path: Path, progress: Progress) -> AsyncIterator[None]:
+    """One maker of a snapshot at a time, in all processes; the kernel frees the lock when a holder dies."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        while True:
+        for attempt in itertools.count():
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:  # a blocking flock() would stop the event loop, that is, maybe the holder
-                await asyncio.sleep(0.05)
+            except BlockingIOError as error:  # a blocking flock() would stop the event loop: maybe the holder's
+                if attempt * LOCK_POLL_S >= LOCK_WAIT_S:
+                    raise _Unsavable("another process takes too long to make it") from error
+                if attempt == 1:
+                    progress.step("Waiting for another process that boots this template VM")
+                await asyncio.sleep(LOCK_POLL_S)
         yield
     finally:
         os.close(fd)
