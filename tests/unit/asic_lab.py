@@ -383,21 +383,22 @@ class _Array:
 
 
 class Cutter:
-    """Runs the plain engine and raises Cut before its store number `at`; `steps` counts them.
+    """Runs the plain engine and raises Cut before its store number `at`, or before the first one that finds `when`
+    true; `steps` counts them.
 
     A store is anything that another process can see after this one: a word, a record's field, a copy, a system
-    call. `executed` lists the slots that the engine has begun to execute.
+    call. `executed` lists the sequence numbers of the commands that the engine has begun to execute.
     """
 
     STORES = ("store_u32", "store_u64", "copy", "fill", "punch", "write", "read", "recv", "io_uring_enter")
 
-    def __init__(self, at: int = 1 << 60) -> None:
-        self.at, self.steps = at, 0
+    def __init__(self, at: int = 1 << 60, when: Callable[[], bool] = lambda: False) -> None:
+        self.at, self.when, self.steps = at, when, 0
         self.executed: list[int] = []
 
     def _step(self) -> None:
         self.steps += 1
-        if self.steps > self.at:
+        if self.steps > self.at or self.when():
             raise Cut
 
     def one_pass(self, lab: Lab, look: bool = False) -> int:
@@ -413,7 +414,7 @@ class Cutter:
             return call
 
         def recording(p: Any, c: Any, slot: int, entry: Any) -> Any:
-            self.executed.append(int(slot))
+            self.executed.append(int(entry.sequence))
             return execute(p, c, slot, entry)
 
         patches: dict[str, Any] = {name: counted(getattr(plain, name)) for name in self.STORES}
