@@ -429,6 +429,26 @@ def test_unmapped_data_address(nvme: Nvme, queue: SubmissionQueue, opcode: int, 
     assert nvme.flush(queue, nsid) == nv.OK
 
 
+def test_write_protected_namespace(daemon: Daemon, connect: Connect) -> None:
+    """A read-only file: Namespace is Write Protected (Base figure 94), NSATTR bit 0, and it stays as it is."""
+    path = daemon.directory / "read-only.img"
+    path.write_bytes(pattern(30, 1 << 20))
+    daemon.rpc(
+        "bdev_aio_create",
+        {"name": "fixed", "filename": str(path), "block_size": 512, "readonly": True, "fallocate": True},
+    )
+    nvme = connect(daemon.add_subsystem("nqn.2026-01.io.test:fixed", ["fixed"]).path)
+    nvme.enable()
+    queue = nvme.create_queue_pair(1, 16)
+    assert nvme.identify(0, 1)[99] & 1, "NSATTR: currently write protected"
+    assert nvme.io(queue, nv.WRITE, 1, 0, nvme.ram.buffer(PAGE)) == nv.WRITE_PROTECTED
+    assert nvme.write_zeroes(queue, 1, 0, 8) == nv.WRITE_PROTECTED
+    assert nvme.dsm(queue, 1, [(0, 8)]) == nv.WRITE_PROTECTED
+    assert nvme.flush(queue, 1) == nv.OK
+    assert nvme.read(queue, 1, 0, PAGE) == pattern(30, PAGE)
+    assert path.read_bytes() == pattern(30, 1 << 20)
+
+
 # --- queues
 
 
