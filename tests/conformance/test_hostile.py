@@ -377,6 +377,40 @@ def test_doorbell_while_the_queue_memory_is_unmapped(nvme: Nvme) -> None:
     recovers(nvme)
 
 
+def test_mapping_that_ends_within_a_page(nvme: Nvme) -> None:
+    """What lies behind the end of a mapping in the same page of the file stays untouched and unread."""
+    queue = nvme.create_queue_pair(1, 16)
+    first, second = nvme.ram.windows
+    iova, offset, _ = second
+    length = 8 * PAGE - 2048
+    nvme.client.dma_unmap(iova, second[2])
+    try:
+        nvme.client.dma_map(iova, length, nvme.ram.fd, offset=offset)
+    except VfioUserError:
+        return  # whole pages only: fine too
+    behind = nvme.ram.memory[offset + length : offset + length + PAGE]
+    behind[:] = b"\x99" * PAGE
+    last = iova + 7 * PAGE
+    elsewhere = nvme.ram.alloc(PAGE)
+
+    def status(opcode: int, prp1: int, prp2: int, blocks: int) -> int:
+        cdw = lba_cdw(0, blocks)
+        return nvme.execute(queue, opcode, nsid=NS_512, prp1=prp1, prp2=prp2, cdw=cdw).status
+
+    for before in (first[0], iova):  # the look-up remembers where it was last
+        for opcode in (nv.READ, nv.WRITE, nv.COMPARE):
+            assert status(nv.READ, elsewhere if before == first[0] else iova, 0, 8) == nv.OK
+            assert status(opcode, last, 0, 8) in BAD_ADDRESS, "a page of data"
+            assert status(opcode, elsewhere, last, 16) in BAD_ADDRESS, "the second page of data"
+            assert status(opcode, elsewhere, last, 24) in BAD_ADDRESS, "a list"
+            assert status(opcode, last + 2048, 0, 1) in BAD_ADDRESS, "a block behind the end"
+        assert status(nv.READ, last, 0, 4) == nv.OK
+    for create, entries in ((nv.CREATE_SQ, 64), (nv.CREATE_CQ, 256)):
+        completion = nvme.try_admin(create, prp1=last, cdw=[2 | (entries - 1) << 16, 1 | 1 << 16])
+        assert completion.status in BAD_ADDRESS, "a queue that ends outside"
+    assert bytes(behind) == b"\x99" * PAGE
+
+
 def test_memory_moved_to_another_place_in_the_file(nvme: Nvme) -> None:
     """After a new map of the same address the old pages are not touched."""
     queue = nvme.create_queue_pair(1, 16)
