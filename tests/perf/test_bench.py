@@ -1,0 +1,91 @@
+"""Every benchmark of scripts/bench runs with tiny counts and leaves a report. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"common"}
+
+
+def bench(name: str, tmp_path: Path, *options: str) -> Any:
+    """The results of one benchmark's quick run."""
+    out = tmp_path / f"{name}.json"
+    command = [sys.executable, "-m", f"scripts.bench.{name}", "--quick", "--out", str(out), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert set(report) == {"benchmark", "when", "seconds", "host", "options", "results", "notes"}
+    assert report["benchmark"] == name and report["options"]["quick"] is True
+    assert len(report["host"]["load_start"]) == 3 and len(report["host"]["load_end"]) == 3
+    assert report["host"]["cpu_model"] and report["host"]["project_version"]
+    return report["results"]
+
+
+def is_spread(value: Any) -> bool:
+    return set(value) == {"median", "min", "max", "count"} and value["min"] <= value["median"] <= value["max"]
+
+
+def test_every_benchmark_can_be_called() -> None:
+    for name in BENCHMARKS:
+        link = ROOT / "scripts/bench" / name
+        assert link.resolve().name == "_run" and link.resolve().stat().st_mode & 0o111, link
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the C baseline is compiled by gcc")
+def test_fastpath(tmp_path: Path) -> None:
+    """It also refuses to measure a baseline that leaves other tables than the product."""
+    results = bench(
+        "fastpath", tmp_path, "--case", "1x32 read 4k", "--case", "1x1 write 4k", "--case", "1x32 read 128k"
+    )
+    assert set(results["cases"]) == {"1x32 read 4k", "1x1 write 4k", "1x32 read 128k"}
+    for case in results["cases"].values():
+        for row in case.values():
+            assert is_spread(row["ratio"]) and is_spread(row["ns"]["c"]) and is_spread(row["ns"]["numba"])
+    assert results["budget"]["ratio"] > 0
+
+
+def test_punt(tmp_path: Path) -> None:
+    results = bench("punt", tmp_path)
+    for row in results["rings"] + results["daemon"]:
+        assert row["server"]["count"] == 200 and 0 < row["server"]["p50_us"] <= row["server"]["p99_us"]
+
+
+def test_pause(tmp_path: Path) -> None:
+    (case,) = (results := bench("pause", tmp_path)).keys() - {"budget"}
+    assert results[case]["guest_ms"]["count"] == results[case]["keeper_ms"]["count"] == 2
+    assert results[case]["guest_ms"]["p99"] >= results[case]["keeper_ms"]["p50"] > 0
+
+
+@pytest.mark.vm
+def test_guest(tmp_path: Path) -> None:
+    results = bench("guest", tmp_path)
+    assert results["our_side"]["aio"] in ("io_uring", "threads") and results["qemu_side"]["aio"]
+    (job,) = results["jobs"].values()
+    assert is_spread(job["iops_ratio"]) and is_spread(job["cpu_ratio"])
+    assert job["sides"]["qemu"]["qemu_cpu_us"]["median"] > 0
+    assert [row["job"] for row in results["budgets"]] == ["randread 4k QD32"] * 2
+
+
+@pytest.mark.vm
+def test_boot(tmp_path: Path) -> None:
+    results = bench("boot", tmp_path)
+    for name in ("cold", "snapshot"):
+        assert is_spread(results[name]["wall_s"]) and is_spread(results[name]["qemu_cpu_s"])
+
+
+@pytest.mark.vm
+def test_spin(tmp_path: Path) -> None:
+    results = bench("spin", tmp_path, "--spin", "0", "--spin", "200")
+    for spin in ("0", "200"):
+        assert is_spread(results[spin]["idle_percent"])
+        for depth in ("QD1", "QD32"):
+            assert results[spin][f"driver {depth}"]["iops"]["median"] > 0
+            assert results[spin][f"guest {depth}"]["iops"]["median"] > 0
