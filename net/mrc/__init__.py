@@ -1,0 +1,1 @@
+"""MRC (Multipath Reliable Connection), reconstructed from public readers of its specification."""
