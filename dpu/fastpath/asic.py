@@ -31,7 +31,7 @@ from dpu.fastpath.atomics import (
     ticks,
     view,
 )
-from dpu.fastpath.jit import KILLABLE, compiled
+from dpu.fastpath.jit import KILLABLE, compiled, inlined
 from dpu.fastpath.system import die, differ, fill, io_uring_enter, poll, punch, read, recv, write
 from dpu.layout import (
     ATTENTION_NONE,
@@ -157,7 +157,7 @@ _CQE_WRITTEN, _BEFORE_EVENTFD = KILL_POINTS["cqe_written"], KILL_POINTS["before_
 _IN_LOOP, _URING_SUBMITTED = KILL_POINTS["in_loop"], KILL_POINTS["uring_submitted"]
 
 
-@compiled
+@inlined
 def kill_at(p: Any, point: int) -> None:
     """Die here if a test asked for it; compiled to nothing in a daemon that was started without kill points."""
     if KILLABLE and p.kill_point == point:
@@ -198,7 +198,7 @@ def ring_drop(ring: int) -> None:
 # --------------------------------------------------------------------------------------------- guest addresses
 
 
-@compiled
+@inlined
 def dma_find(c: Any, local: Any, iova: int, size: int, rights: int) -> int:
     """Host address of guest memory, or 0 when it is not all inside one mapped region with these rights."""
     count = c.dma_count
@@ -248,7 +248,7 @@ def resolve_cq(c: Any, cqid: int) -> bool:
     return local.cq_host != 0
 
 
-@compiled
+@inlined
 def add_segment(c: Any, local: Any, out: int, count: int, iova: int, size: int, rights: int) -> int:
     """Append guest memory to a segment list, joined to the last one if it follows it; -1 when it is unmapped."""
     host = dma_find(c, local, iova, size, rights)
@@ -263,7 +263,7 @@ def add_segment(c: Any, local: Any, out: int, count: int, iova: int, size: int, 
     return count + 1
 
 
-@compiled
+@inlined
 def walk_prps(c: Any, local: Any, sqe: Any, length: int, rights: int, out: int) -> int:
     """The segments of a transfer of ``length`` bytes at ``out``; their number, or minus a status.
 
@@ -315,7 +315,7 @@ def walk_prps(c: Any, local: Any, sqe: Any, length: int, rights: int, out: int) 
     return count
 
 
-@compiled
+@inlined
 def map_lookup(ns: Any, lba: int) -> int:
     """Host address of a logical block, the one place where a block's home is looked up; 0 is a miss."""
     if ns.kind == KIND_MEMORY:
@@ -326,7 +326,7 @@ def map_lookup(ns: Any, lba: int) -> int:
 # -------------------------------------------------------------------------------------------------- completion
 
 
-@compiled
+@inlined
 def count_command(p: Any, c: Any, entry: Any, sq: Any, status: int) -> None:
     """Counters, stamps and histogram of a command that ends."""
     sqid = entry.sqid
@@ -384,7 +384,7 @@ def report_error(p: Any, c: Any, entry: Any, status: int) -> int:
     return status
 
 
-@compiled
+@inlined
 def write_completion(p: Any, c: Any, slot: int, entry: Any, cq: Any, local: Any) -> None:
     """From POSTING on: CQE, queue, free entry. Run again after a crash with the same words it is harmless."""
     at = local.cq_host + 16 * local.cq_tail
@@ -405,13 +405,13 @@ def write_completion(p: Any, c: Any, slot: int, entry: Any, cq: Any, local: Any)
         p.dirty_count += 1
 
 
-@compiled
+@inlined
 def entry_cqid(c: Any, entry: Any) -> int:
     """The CQ of an in-flight entry."""
     return signed(view(c.state + SQ_OFFSET, QUEUES, SQ)[entry.sqid].cqid)
 
 
-@compiled
+@inlined
 def release(c: Any, slot: int, entry: Any) -> None:
     """Free an in-flight entry."""
     store_u64(c.state + INFLIGHT_OFFSET + INFLIGHT_BYTES * slot + INFLIGHT_STATE, FREE)
@@ -420,7 +420,7 @@ def release(c: Any, slot: int, entry: Any) -> None:
     c.free_count += 1
 
 
-@compiled
+@inlined
 def post(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
     """Complete a command: its CQE (Base 4.6), phase last. Its CQ has room: the fetch has seen to that."""
     sq = view(c.state + SQ_OFFSET, QUEUES, SQ)[entry.sqid]
@@ -493,7 +493,7 @@ def to_control(p: Any, c: Any, slot: int, entry: Any) -> int:
     return _PENDING
 
 
-@compiled
+@inlined
 def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: int) -> int:
     """Read, Write or Compare ``blocks`` logical blocks at ``lba``, already checked against the namespace."""
     sqe = entry.sqe
@@ -583,7 +583,7 @@ def flush(p: Any, c: Any, slot: int, entry: Any, nsid: int) -> int:
     return to_uring(p, c, slot, entry, operations) if operations else _OK
 
 
-@compiled
+@inlined
 def in_range(ns: Any, lba: int, blocks: int) -> bool:
     """Whether the blocks are inside the namespace; a negative LBA is one of 2^63 or more."""
     return 0 <= lba <= ns.blocks and blocks <= ns.blocks - lba
@@ -620,7 +620,7 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     return to_uring(p, c, slot, entry, operations) if operations else _OK
 
 
-@compiled
+@inlined
 def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     """Do a command; its status, or _PENDING."""
     if entry.sqid == 0:
@@ -659,7 +659,7 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     return transfer(p, c, slot, entry, ns, lba, blocks)
 
 
-@compiled
+@inlined
 def begin(p: Any, c: Any, slot: int, entry: Any) -> None:
     """Execute a fetched command and post what is done."""
     if p.stamps:

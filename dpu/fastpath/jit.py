@@ -21,6 +21,11 @@ JIT = not config.DISABLE_JIT
 KILLABLE = "DPU_EMU_KILL_AT" in os.environ
 
 
-def compiled(function: F) -> F:
+def compiled(function: F, **options: Any) -> F:
     """Compile ``function`` at its first call, without the interpreter lock, and keep the result on disk."""
-    return cast(F, numba.njit(nogil=True, cache=True, boundscheck=False)(function))
+    return cast(F, numba.njit(nogil=True, cache=True, boundscheck=False, **options)(function))
+
+
+def inlined(function: F) -> F:
+    """As ``compiled``, for what every command passes through: LLVM puts it into its callers."""
+    return compiled(function, forceinline=True)
