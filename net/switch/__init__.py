@@ -1,0 +1,1 @@
+"""Switches: the queue behind each port, as a model and (later) as programs."""
