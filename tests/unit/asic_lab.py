@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numba
@@ -56,7 +56,7 @@ def load_plain() -> ModuleType:
     spec = importlib.util.spec_from_file_location("tests.plain_asic", asic.__file__)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    with mock.patch("dpu.fastpath.jit.compiled", lambda function: function):
+    with mock.patch("dpu.fastpath.jit.compiled", lambda function, **options: function):
         spec.loader.exec_module(module)
     return module
 
@@ -133,14 +133,14 @@ class Lab:
         engine: Any = PRODUCT,
         *,
         poller: Poller | None = None,
-        ring: Ring | None = None,
+        ring: Ring | FakeRing | None = None,
         stamps: bool = False,
         windows: Sequence[tuple[int, int, int]] | None = None,
         rights: int = 3,
     ) -> None:
         self.kept, self.engine, self.own_poller = kept, engine, poller is None
         self.health = np.zeros(1, np.int64)
-        self.poller = poller or Poller(None, int(self.health.ctypes.data), ring or NoRing(), stamps=stamps)
+        self.poller = poller or Poller(None, int(self.health.ctypes.data), cast(Any, ring) or NoRing(), stamps=stamps)
         self.plane = Plane(
             self.poller,
             kept.state_fd,
@@ -346,6 +346,69 @@ def post_doorbell(kept: Kept, index: int, value: int, message_id: int = 1) -> No
 def doorbell_message(index: int, value: int, message_id: int = 1) -> bytes:
     header = struct.pack("<HHIII", message_id, 10, 36, 0x10, 0)
     return header + struct.pack("<QIII", 0x1000 + 4 * index, 0, 4, value)
+
+
+# ----------------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class Request:
+    """An io_uring request as the kernel would read it (struct io_uring_sqe)."""
+
+    opcode: int
+    flags: int
+    fd: int
+    offset: int
+    addr: int
+    length: int
+    op_flags: int
+    tag: int
+
+
+class FakeRing:
+    """An io_uring without a kernel: the test reads the requests and answers them. For the plain engine."""
+
+    fd = 1 << 20  # no descriptor
+
+    def __init__(self, entries: int = 1024) -> None:
+        self.words = np.zeros(64, np.uint32)  # SQ head, tail, CQ head, tail; each in its own 64 bytes
+        self.array = np.zeros(entries, np.uint32)
+        self.sqes = np.zeros((entries, 64), np.uint8)
+        self.cqes = np.zeros(2 * entries, [("user_data", "<i8"), ("res", "<i4"), ("flags", "<u4")])
+        self.record: Any = np.zeros(1, layout.URING).view(np.recarray)
+        self.entries = entries
+        r, words = self.record[0], int(self.words.ctypes.data)
+        r.fd, r.limit, r.sq_mask, r.cq_mask = self.fd, entries, entries - 1, 2 * entries - 1
+        r.sq_head, r.sq_tail, r.cq_head, r.cq_tail = words, words + 64, words + 128, words + 192
+        r.sq_array, r.sqes, r.cqes = (int(a.ctypes.data) for a in (self.array, self.sqes, self.cqes))
+        self.accept = 1 << 30  # how many requests the next io_uring_enter takes
+
+    @property
+    def address(self) -> int:
+        return int(self.record.ctypes.data)
+
+    def enter(self, fd: int, submit: int, wait: int, flags: int) -> int:
+        """io_uring_enter: the number of requests taken; they are then in `requests`."""
+        assert (fd, wait, flags) == (self.fd, 0, 0)
+        return min(submit, self.accept)
+
+    def take(self) -> list[Request]:
+        """The requests that were prepared since the last call."""
+        taken, head, tail = [], int(self.words[0]), int(self.words[16])
+        assert tail - head <= self.entries, "requests were overwritten before the kernel saw them"
+        while head != tail:
+            raw = self.sqes[self.array[head % self.entries]].tobytes()
+            opcode, flags, _, fd, offset, addr, length, op_flags, tag = struct.unpack_from("<BBHiqqIIq", raw)
+            assert raw[40:] == bytes(24)
+            taken.append(Request(opcode, flags, fd, offset, addr, length, op_flags, tag))
+            head += 1
+        self.words[0] = head
+        return taken
+
+    def answer(self, request: Request, result: int) -> None:
+        tail = int(self.words[48])
+        self.cqes[tail % len(self.cqes)] = (request.tag, result, 0)
+        self.words[48] = tail + 1
 
 
 # ------------------------------------------------------------------------------------------------- cutting
