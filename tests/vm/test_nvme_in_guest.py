@@ -194,7 +194,6 @@ async def test_effects_log(stage: Stage) -> None:
     assert all(bits & 1 for bits in admin.values())
 
 
-@pytest.mark.xfail(reason="V1: CAP.CSS names command sets whose effects page is refused")
 async def test_effects_log_of_every_command_set(stage: Stage) -> None:
     """Without --csi, nvme-cli looks into CAP.CSS and asks for each command set that it names."""
     log = await shell_json(stage.vm, "nvme effects-log /dev/nvme0 -o json")
