@@ -394,8 +394,8 @@ def test_prp_offset_invalid(nvme: Nvme, queue: SubmissionQueue, opcode: int, nsi
     assert status(base, base + 7 * PAGE, 3 * PAGE) == nv.PRP_OFFSET_INVALID
     entries[0], entries[1] = base + PAGE + 4, base + 2 * PAGE
     assert status(base, base + 7 * PAGE, 3 * PAGE) == nv.PRP_OFFSET_INVALID
-    entries[0], entries[1] = base + PAGE, base + 2 * PAGE
-    assert status(base, base + 7 * PAGE + 4, 3 * PAGE) == nv.PRP_OFFSET_INVALID
+    nvme.ram.view(base + 7 * PAGE + 4, 16)[:] = struct.pack("<QQ", base + PAGE, base + 2 * PAGE)
+    assert status(base, base + 7 * PAGE + 4, 3 * PAGE) == nv.PRP_OFFSET_INVALID, "a list that is not at a qword"
 
 
 def test_prp1_not_at_a_dword(nvme: Nvme, queue: SubmissionQueue) -> None:
