@@ -1,0 +1,1 @@
+"""Simulation of a fabric under a virtual clock: deterministic by seed."""
