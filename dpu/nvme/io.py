@@ -91,6 +91,8 @@ async def _deallocate(entry: SubmissionEntry, memory: GuestMemory, backend: Back
     ranges = [DsmRange.from_buffer_copy(data, 16 * i) for i in range(count)]
     if any(one.slba + one.nlb > backend.num_blocks for one in ranges):
         raise CommandError(Status.LBA_OUT_OF_RANGE)
+    if entry.cdw11 & _DEALLOCATE and backend.readonly:
+        raise CommandError(Status.NAMESPACE_WRITE_PROTECTED)
     if entry.cdw11 & _DEALLOCATE and backend.supports_discard:
         for one in ranges:
             size = backend.block_size
