@@ -355,7 +355,7 @@ async def test_file_system(stage: Stage, request: pytest.FixtureRequest, fs: str
 
 # Programs are started from a file system on the disk, each time from empty caches, so the code of one is read into
 # pages that had that of another. QEMU's TCG keeps translations of guest memory that another process writes; Linux's
-# init_on_alloc, Debian's default, makes the guest write such pages itself. (With the kernel's argument init_on_alloc=0,
+# init_on_alloc, Debian's default, makes the guest write such pages itself. (With init_on_alloc=0 on its command line,
 # 14 of 64 programs of this test went wrong.)
 PROGRAMS = """
 import os, shutil, subprocess, sys
