@@ -31,6 +31,8 @@ from emu.workloads.fio import run_fio
 # Warnings of drivers/nvme/host/ioctl.c: at the first command that a program passes through to a controller without
 # SGLs (nvme_map_user_request); at a reset that a program asks for (NVME_IOCTL_RESET).
 HARMLESS = re.compile(r"using unchecked data buffer|nvme\d+: resetting controller$")
+# The driver scans after each reset; the next reset cancels that scan's commands (-EINTR, Host Aborted Command).
+CUT_SHORT = re.compile(r"Identify .*failed \(-4\)|failed \(nsid=\d+, status=0x371\)")
 ALARMING = re.compile(
     r"timeout|polled|reset controller|Abort|clearing duplicate|SUBNQN|I/O error|Removing after|hung|blocked for"
     r"|Device not ready|failed|invalid|missing",
@@ -113,14 +115,15 @@ async def kernel_log(vm: Vm) -> list[str]:
     return (await shell(vm, "dmesg -r")).splitlines()
 
 
-def complaints(lines: list[str]) -> list[str]:
-    """Of ``lines``, what a kernel says about storage that is not as it should be."""
+def complaints(lines: list[str], *, resets: bool = False) -> list[str]:
+    """Of ``lines``, what a kernel says about storage that is not as it should be. ``resets``: one follows another."""
     found = []
     for line in lines:
         level = re.match(r"<(\d+)>", line)
         about_storage = re.search(r"nvme|blk_|Buffer I/O|EXT4-fs|XFS|hung|blocked for|critical", line)
         bad = (level and int(level[1]) & 7 <= 4) or ALARMING.search(line)
-        if about_storage and bad and not HARMLESS.search(line):
+        harmless = HARMLESS.search(line) or (resets and CUT_SHORT.search(line))
+        if about_storage and bad and not harmless:
             found.append(line)
     return found
 
