@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
@@ -27,6 +28,13 @@ _send: Any = types.ExternalFunction("send", types.int64(types.int64, types.int64
 _poll: Any = types.ExternalFunction("poll", types.int64(types.int64, types.int64, types.int64))
 _read: Any = types.ExternalFunction("read", types.int64(types.int64, types.int64, types.int64))
 _clock: Any = types.ExternalFunction("clock_gettime", types.int64(types.int64, types.int64))
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def compiled(function: _F) -> _F:
+    return cast(_F, njit(nogil=True)(function))
 
 
 def _load32(typingctx: Any, address: Any) -> Any:
@@ -76,13 +84,13 @@ class Result:
     interrupts: int  # eventfd reads
 
 
-@njit(nogil=True)
+@compiled
 def _now_ns(scratch: Any) -> Any:
     _clock(1, scratch.ctypes.data)  # CLOCK_MONOTONIC
     return scratch[0] * 1_000_000_000 + scratch[1]
 
 
-@njit(nogil=True)
+@compiled
 def _ring(fd: int, message: Any, shadow: int, event_idx: int, index: int, old: int, new: int) -> int:
     """Shadow doorbell and event index, or the message; 1 if a message was sent."""
     if shadow:
@@ -97,7 +105,8 @@ def _ring(fd: int, message: Any, shadow: int, event_idx: int, index: int, old: i
     return 1
 
 
-def _loop_source(
+@compiled
+def _loop(
     sq: Any,
     cq: int,
     entries: int,
@@ -185,9 +194,6 @@ def _loop_source(
     return tail, head, phase, doorbells, interrupts, 0
 
 
-_loop: Any = njit(nogil=True)(_loop_source)
-
-
 def _doorbell_message() -> Any:
     """A posted 4-byte write to BAR0 as 9 words; the offset's low half is word 4, the value word 8."""
     raw = HEADER.pack(0, REGION_WRITE, _DOORBELL_BYTES, FLAG_NO_REPLY, 0)
@@ -224,14 +230,14 @@ def closed_loop(
     for buffer in buffers:
         buffer.fill(bytes(range(1, 256)) * (transfer // 255))
     latency, started = np.zeros(commands, np.int64), np.zeros(depth, np.int64)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         np.frombuffer(queue.ring, np.int64),
         _address(cq.words.cast("B")),
         queue.entries,
         cq.entries,
         queue.qid,
     )
-    rest = (
+    rest: tuple[Any, ...] = (
         nvme.client.sock.fileno(),
         cq.eventfd,
         _address(nvme.shadow),
@@ -249,7 +255,8 @@ def closed_loop(
     position: tuple[int, ...] = (queue.tail, cq.head, cq.phase)
     for count in (min(commands, depth), commands):  # the first turn compiles
         begin = time.perf_counter()
-        *position_and_counts, failed = _loop(*arguments, *position, *rest, count, spin, started, latency)
+        everything: list[Any] = [*arguments, *position, *rest, count, spin, started, latency]
+        *position_and_counts, failed = _loop(*everything)
         seconds = time.perf_counter() - begin
         assert failed == 0, "no progress" if failed < 0 else f"status {failed:#x}"
         position = tuple(position_and_counts[:3])
