@@ -183,8 +183,8 @@ class Plane:
         """Give the poller the new table; every address made from the old one is looked up again."""
         self._table = self.memory.table()
         self.record.dma, self.record.dma_count = _at(self._table), len(self._table)
-        for local in self.locals:
-            local.sq_host = local.cq_host = local.region = 0
+        for name in ("sq_host", "cq_host", "region"):
+            self.locals[name] = 0
         self._resolve_dbbuf()
 
     def set_vectors(self, start: int, fds: list[int]) -> None:
@@ -245,9 +245,8 @@ class Plane:
 
     def _list_queues(self) -> None:
         """Publish the live SQs: each store leaves a list that is safe to walk (an SQ is served if it is live)."""
-        live = [qid for qid in range(layout.QUEUES) if self.sqs[qid].live]
-        for i, qid in enumerate(live):
-            self._live_queues[i] = qid
+        live = np.nonzero(self.sqs["live"])[0]
+        self._live_queues[: len(live)] = live
         self._poke(_LIVE_COUNT, len(live))
 
     async def close_sq(self, qid: int) -> None:
@@ -365,7 +364,7 @@ class Plane:
         ``done``: results that were saved and may not have been posted, by ``sequence``. Returns the slots of admin
         commands that control must execute again, in their order. The queues are open already.
         """
-        busy = [slot for slot in range(layout.SLOTS) if self.inflight[slot].state != layout.FREE]
+        busy = [int(slot) for slot in np.nonzero(self.inflight["state"] != layout.FREE)[0]]
         # A POSTING entry's completion may have been seen already: nothing else may take its place in the CQ.
         busy.sort(key=lambda s: (self.inflight[s].state != layout.POSTING, int(self.inflight[s].sequence)))
         todo, again = [], []
@@ -394,7 +393,7 @@ class Plane:
         self.record.sequence = max([int(self.inflight[s].sequence) for s in busy] + [*done, 0]) + 1
         self._todo[: len(todo)] = todo
         self.record.todo_begin, self.record.todo_end, self.record.recovering = 0, len(todo), int(bool(todo))
-        free = [slot for slot in range(layout.SLOTS) if self.inflight[slot].state == layout.FREE]
+        free = np.nonzero(self.inflight["state"] == layout.FREE)[0]
         self._free[: len(free)] = free
         self.record.free_count = len(free)
         return again

@@ -247,7 +247,7 @@ class Client:
             at = offset // 4 + i
             self.plane.doorbells[at] = value
             entries = self.plane.entries_of(at)
-            if value >= entries:
+            if value >= entries and self.plane.sqs[0].live:
                 self._bad_doorbell(layout.BAD_DOORBELL_VALUE if entries else layout.BAD_DOORBELL_REGISTER, at)
         self.plane.poller.wake()
 

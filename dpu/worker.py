@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.25
 FENCE_POLL_S = 0.001
+FENCE_POLLS_SAID = 3000
 _OFD_SETLK = 37  # <fcntl.h>; the fcntl module has it from Python 3.13 on
 CLOSE_POLL_S = 0.002
 
@@ -195,12 +196,12 @@ class Worker:
         if not isinstance(backend, FileBackend) or backend.direct_fd < 0 or backend.readonly:
             return
         lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        for waited in itertools.count():
+        for attempt in itertools.count(1):
             try:
                 fcntl.fcntl(backend.direct_fd, _OFD_SETLK, lock)
                 return
             except BlockingIOError:
-                if waited * FENCE_POLL_S % 5 == 4:
+                if attempt % FENCE_POLLS_SAID == 0:
                     log.warning("bdev %s: waiting for the last worker's file requests", backend.name)
                 await asyncio.sleep(FENCE_POLL_S)
 

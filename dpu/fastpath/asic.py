@@ -916,7 +916,8 @@ def store_doorbell(p: Any, c: Any, offset: int, value: int) -> None:
         else:
             sq = view(c.state + SQ_OFFSET, QUEUES, SQ)[queue]
             entries = sq.entries if sq.live else 0
-    if value >= entries:
+    # Linux still rings the admin doorbells of a controller that it has just disabled; that tells nobody anything.
+    if value >= entries and view(c.state + SQ_OFFSET, QUEUES, SQ)[0].live:
         bad_doorbell(p, c, BAD_DOORBELL_VALUE if entries else BAD_DOORBELL_REGISTER, offset >> 2)
 
 

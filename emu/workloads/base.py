@@ -63,6 +63,11 @@ class BlockDevice:
     block_size: int  # bytes
     size: int  # bytes
 
+    @property
+    def name(self) -> str:
+        """nvme0n1"""
+        return self.path.rpartition("/")[2]
+
 
 @dataclass(frozen=True)
 class Context:

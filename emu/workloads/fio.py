@@ -38,8 +38,6 @@ from pydantic import Field, model_validator
 from emu.units import DurationSeconds, Size
 from emu.workloads.base import Context, Params, Result, Sample, Workload, WorkloadError, read_user_file, tail
 
-_OUTPUT = "/tmp/fio.json"
-_JOB = "/tmp/user.fio"
 _DONE = re.compile(rb"\[(\d+(?:\.\d+)?)%\]")
 _BLOCK_SIZES = r"^\d+[kKmM]?(-\d+[kKmM]?)?$"
 _MARGIN_S = 60.0  # beyond the runtime: fio's start, laying out, and its end
@@ -72,8 +70,9 @@ class FioParams(Params):
 async def run(params: FioParams, context: Context) -> Result:
     path = context.device.path
     if params.job is not None:
-        await context.guest.write_file(_JOB, _with_device(read_user_file(params.job)))
-        report = await run_fio(context, [_JOB], params.timeout or _WITHOUT_RUNTIME_S)
+        job = f"/tmp/user-{context.device.name}.fio"
+        await context.guest.write_file(job, _with_device(read_user_file(params.job)))
+        report = await run_fio(context, [job], params.timeout or _WITHOUT_RUNTIME_S)
     else:
         runtime_s = params.runtime or (10.0 if params.size is None else None)
         arguments = [
@@ -106,14 +105,15 @@ async def run_fio(context: Context, arguments: Sequence[str], timeout_s: float) 
         if percentages:
             context.done(float(percentages[-1]) / 100)
 
+    output = f"/tmp/fio-{context.device.name}.json"  # workloads on other devices may run in the same guest
     argv = [
         "env", f"DEVICE={context.device.path}",
-        "fio", f"--output={_OUTPUT}", "--output-format=json", "--eta=always", "--eta-newline=1", *arguments,
+        "fio", f"--output={output}", "--output-format=json", "--eta=always", "--eta-newline=1", *arguments,
     ]  # fmt: skip
     result = await context.guest.exec(argv, timeout_s=timeout_s, on_output=follow)
-    report = parse_report(await context.guest.read_file(_OUTPUT)) if result.code == 0 else None
+    report = parse_report(await context.guest.read_file(output)) if result.code == 0 else None
     if report is None:
-        complaint = result.stderr or await _output_so_far(context) or result.stdout
+        complaint = result.stderr or await _output_so_far(context, output) or result.stdout
         raise WorkloadError(f"fio ended with {result.code}: {tail(complaint)}")
     for job in report["jobs"]:
         if job.get("error") or job.get("total_err"):
@@ -121,8 +121,8 @@ async def run_fio(context: Context, arguments: Sequence[str], timeout_s: float) 
     return report
 
 
-async def _output_so_far(context: Context) -> bytes:
-    result = await context.guest.exec(["cat", _OUTPUT], timeout_s=30)
+async def _output_so_far(context: Context, output: str) -> bytes:
+    result = await context.guest.exec(["cat", output], timeout_s=30)
     text: bytes = result.stdout
     return text[: text.find(b"{")] if b"{" in text else text
 
@@ -132,7 +132,10 @@ def parse_report(output: bytes) -> dict[str, Any]:
     start = output.find(b"{")
     if start < 0:
         raise WorkloadError(f"fio wrote no report: {tail(output)}")
-    report: dict[str, Any] = json.loads(output[start:])
+    try:
+        report: dict[str, Any] = json.loads(output[start:])
+    except ValueError as error:
+        raise WorkloadError(f"fio's report is not JSON: {error}") from error
     return report
 
 

@@ -25,8 +25,6 @@ from pydantic import Field
 from emu.units import DurationSeconds
 from emu.workloads.base import Context, Params, Result, Sample, Workload, read_user_file, tail
 
-_SCRIPT = "/tmp/script"
-
 
 class ScriptParams(Params):
     path: str = Field(min_length=1)
@@ -36,14 +34,15 @@ class ScriptParams(Params):
 
 async def run(params: ScriptParams, context: Context) -> Result:
     device = context.device
-    await context.guest.write_file(_SCRIPT, read_user_file(params.path), permissions=0o755)
+    script = f"/tmp/script-{context.device.name}"
+    await context.guest.write_file(script, read_user_file(params.path), permissions=0o755)
     environment = {
         "DEVICE": device.path,
         "CONTROLLER": f"/dev/{device.controller}",
         "NSID": device.nsid,
         "BLOCK_SIZE": device.block_size,
     }
-    argv = ["env", *(f"{name}={value}" for name, value in environment.items()), _SCRIPT, *params.args]
+    argv = ["env", *(f"{name}={value}" for name, value in environment.items()), script, *params.args]
     result = await context.guest.exec(argv, timeout_s=params.timeout)
     failed = result.code != 0
     return Result(

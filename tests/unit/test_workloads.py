@@ -86,7 +86,7 @@ def run(guest: FakeGuest, kind: str, done: Callable[[float], None] = lambda part
 
 
 def fio_guest(report: str = FIO_REPORT, answer: Answer = Answer()) -> FakeGuest:
-    return FakeGuest([("fio ", answer)], {"/tmp/fio.json": report.encode()})
+    return FakeGuest([("fio ", answer)], {"/tmp/fio-nvme3n2.json": report.encode()})
 
 
 # -- fio
@@ -155,8 +155,8 @@ def test_a_job_file_gets_the_device_unless_it_names_one(tmp_path: Path) -> None:
         job.write_text(text)
         guest = fio_guest()
         run(guest, "fio", job=str(job))
-        assert guest.files["/tmp/user.fio"].decode() == expected
-        assert guest.commands[0].split()[-1] == "/tmp/user.fio"
+        assert guest.files["/tmp/user-nvme3n2.fio"].decode() == expected
+        assert guest.commands[0].split()[-1] == "/tmp/user-nvme3n2.fio"
 
 
 def test_a_job_file_with_several_jobs_keeps_them_apart() -> None:
@@ -274,9 +274,9 @@ def test_fs_unmounts_after_a_failure() -> None:
 def test_script_gets_its_device_and_its_output_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "my.sh"
     path.write_text("#!/bin/sh\n")
-    guest = FakeGuest([("/tmp/script", Answer(3, b"out\n", b"no luck\n"))])
+    guest = FakeGuest([("/tmp/script-nvme3n2", Answer(3, b"out\n", b"no luck\n"))])
     result = run(guest, "script", path=str(path), args=["a b"])
-    assert guest.files["/tmp/script"] == b"#!/bin/sh\n" and guest.permissions["/tmp/script"] == 0o755
+    assert guest.files["/tmp/script-nvme3n2"] == b"#!/bin/sh\n" and guest.permissions["/tmp/script-nvme3n2"] == 0o755
     for word in ("DEVICE=/dev/nvme3n2", "CONTROLLER=/dev/nvme3", "NSID=1", "BLOCK_SIZE=512"):
         assert word in guest.commands[0].split()
     assert not result.ok and result.error == "my.sh ended with 3: no luck"
