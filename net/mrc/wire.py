@@ -330,6 +330,8 @@ STACKS: dict[int, tuple[type[tuple[Any, ...]], ...]] = {
 }
 """What follows BTH, by opcode; TSETH stands behind METH where BTH.ts is set."""
 
+WRITES = frozenset(opcode for opcode, kinds in STACKS.items() if kinds[0] is Meth)
+
 
 def stack(bth_opcode: int, ts: int) -> tuple[type[tuple[Any, ...]], ...] | None:
     """The headers behind a BTH; None for an opcode that is not MRC's."""

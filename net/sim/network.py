@@ -55,7 +55,20 @@ class Settings:
 class Packet:
     """A packet on its way. ``content`` is the engine's and is not looked at; a trimmed packet keeps it."""
 
-    __slots__ = ("ce", "content", "dst", "ect", "ev", "hop", "last_hop", "priority", "size_bytes", "src", "trimmed")
+    __slots__ = (
+        "ce",
+        "content",
+        "dst",
+        "ect",
+        "ev",
+        "hop",
+        "last_hop",
+        "priority",
+        "size_bytes",
+        "src",
+        "trimmable",
+        "trimmed",
+    )
 
     def __init__(
         self,
@@ -67,6 +80,7 @@ class Packet:
         *,
         ect: bool = True,
         priority: bool = False,
+        trimmable: bool = True,
     ) -> None:
         self.src = src
         self.dst = dst
@@ -75,6 +89,7 @@ class Packet:
         self.content = content
         self.ect = ect
         self.priority = priority
+        self.trimmable = trimmable
         self.ce = False
         self.trimmed = False
         self.last_hop = False  # trimmed by the port to the host
@@ -188,6 +203,12 @@ class Network:
         self._engines[host] = engine
         self.sim.at(self.sim.now_ps, self._step, host, ())
 
+    def nudge(self, host: int) -> None:
+        """Has a host's engine stepped now, because it was given something to do."""
+        if host not in self._engines:
+            raise SimError(f"host {host} has no engine", "attach one")
+        self.sim.at(self.sim.now_ps, self._step, host, ())
+
     def run(self, until_ps: int | None = None) -> None:
         """See Simulator.run."""
         self.sim.run(until_ps)
@@ -227,7 +248,9 @@ class Network:
         if not packet.priority:
             depth = -(-queue.backlog_bytes(now_ps) // self.settings.packet_bytes)
             self.depths[self._stages[queue]][depth] += 1
-        verdict = queue.offer(now_ps, packet.size_bytes, ect=packet.ect, priority=packet.priority)
+        verdict = queue.offer(
+            now_ps, packet.size_bytes, ect=packet.ect, priority=packet.priority, trimmable=packet.trimmable
+        )
         if verdict.departure_ps is None:
             return
         packet.hop += 1

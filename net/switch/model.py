@@ -6,7 +6,7 @@ left. The backlog is finish - now; nothing is taken out of a queue, so a packet 
     down or lost at random       dropped
     priority class               accepted while that class's own backlog is within its limit
     backlog > limit              dropped
-    backlog > trim threshold     cut to the trim size and sent in the priority class (when longer than that)
+    backlog > trim threshold     cut to the trim size and sent in the priority class (trimmable, and longer than that)
     backlog > ECN threshold      marked, if ECN-capable; accepted
     else                         accepted
 
@@ -136,16 +136,18 @@ class PortQueue:
         self._finish_ps, self._priority_finish_ps = scaled
         self._set_rate(rate_bps)
 
-    def offer(self, now_ps: int, size_bytes: int, *, ect: bool = False, priority: bool = False) -> Verdict:
+    def offer(
+        self, now_ps: int, size_bytes: int, *, ect: bool = False, priority: bool = False, trimmable: bool = True
+    ) -> Verdict:
         """A packet of ``size_bytes`` (as the wire counts it) arrives; see the table above."""
-        verdict = self._decide(now_ps, size_bytes, ect, priority)
+        verdict = self._decide(now_ps, size_bytes, ect, priority, trimmable)
         self.packets[verdict.cause] += 1
         self.bytes_in[verdict.cause] += size_bytes
         if verdict.departure_ps is not None:
             self.sent_bytes += verdict.size_bytes
         return verdict
 
-    def _decide(self, now_ps: int, size_bytes: int, ect: bool, priority: bool) -> Verdict:
+    def _decide(self, now_ps: int, size_bytes: int, ect: bool, priority: bool, trimmable: bool) -> Verdict:
         if self.down:
             return Verdict(Action.DROP, Cause.DOWN, size_bytes, None)
         if self.loss and self._random() < self.loss:
@@ -156,7 +158,7 @@ class PortQueue:
         if backlog_ps > self._limit_ps:
             return Verdict(Action.DROP, Cause.LIMIT, size_bytes, None)
         trim_size = self.config.trim_size_bytes
-        if self._trim_ps is not None and backlog_ps > self._trim_ps and size_bytes > trim_size:
+        if trimmable and self._trim_ps is not None and backlog_ps > self._trim_ps and size_bytes > trim_size:
             return self._accept_priority(now_ps, trim_size, Action.TRIM, Cause.TRIM, Cause.TRIM_LIMIT)
         self._finish_ps = max(now_ps, self._finish_ps) + self.transmit_ps(size_bytes)
         if ect and self._ecn_ps is not None and backlog_ps > self._ecn_ps:

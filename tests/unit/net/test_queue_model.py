@@ -116,6 +116,7 @@ def test_what_is_not_marked_or_trimmed() -> None:
     assert queue.offer(0, SIZE).action is Action.PASS  # not ECN-capable
     assert queue.offer(0, SIZE, ect=True).action is Action.TRIM
     assert queue.offer(0, HEADER, ect=True).action is Action.MARK  # too short to trim
+    assert queue.offer(0, SIZE, ect=True, trimmable=False).action is Action.MARK  # its class is never trimmed
     last_hop = port(trim_bytes=10 * SIZE)
     assert {last_hop.offer(0, SIZE, ect=True).action for _ in range(11)} == {Action.PASS}
 
