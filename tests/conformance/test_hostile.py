@@ -207,6 +207,37 @@ def test_doorbells_out_of_range_or_of_dead_queues(nvme: Nvme) -> None:
     recovers(nvme)
 
 
+@pytest.mark.parametrize("shadow", [False, True])
+def test_invalid_doorbell_values_start_nothing(nvme: Nvme, shadow: bool) -> None:
+    """An invalid tail fetches no entry, an invalid head makes no room in a full completion queue."""
+    if shadow:
+        nvme.enable_shadow_doorbells()
+    cq = nvme.create_cq(1, 4)
+    queue = nvme.create_sq(1, 64, cq)
+    other = nvme.create_queue_pair(2, 16)
+
+    def ring(index: int, value: int) -> bytes:
+        """What the completion queue holds when the device has seen the value."""
+        if nvme.shadow is not None:
+            nvme.shadow[index] = value
+        nvme.doorbell(index, value)
+        for _ in range(10):
+            assert nvme.flush(other, NS_512) == nv.OK
+        return bytes(nvme.ram.view(cq.iova, 4 * 16))
+
+    for value in (64, 65, 0xFFFF, 0x10000, 0xFFFFFFFF):
+        assert ring(2, value) == bytes(64), f"tail {value:#x} was taken"
+    commands = [nvme.submit(queue, nv.FLUSH, nsid=NS_512, ring=False) for _ in range(20)]
+    full = ring(2, 20)
+    assert sum(full[16 * slot + 14] & 1 for slot in range(4)) == 3
+    for value in (4, 5, 0xFFFF, 0x10000, 0xFFFFFFFF):
+        assert ring(3, value) == full, f"head {value:#x} made room"
+    ring(3, 0)
+    queue.tail_rung = 20
+    nvme.wait(*commands)
+    assert {command.status for command in commands} == {nv.OK}
+
+
 def test_tail_ahead_of_what_was_written(nvme: Nvme) -> None:
     """The device executes stale entries; it answers each and neither crashes nor runs beyond the tail."""
     queue = nvme.create_queue_pair(1, 64)
