@@ -34,7 +34,7 @@ HARMLESS = re.compile(r"using unchecked data buffer|nvme\d+: resetting controlle
 # The driver scans after each reset; the next reset cancels that scan's commands (-EINTR, Host Aborted Command).
 CUT_SHORT = re.compile(r"Identify .*failed \(-4\)|failed \(nsid=\d+, status=0x371\)")
 ALARMING = re.compile(
-    r"timeout|polled|reset controller|Abort|clearing duplicate|SUBNQN|I/O error|Removing after|hung|blocked for"
+    r"timeout|polled|reset controller|Abort|duplicate ID|SUBNQN|I/O error|Removing after|hung|blocked for"
     r"|Device not ready|failed|invalid|missing",
     re.IGNORECASE,
 )

@@ -421,6 +421,33 @@ async def test_programs_from_our_disk(
     assert wrong == 0, examples
 
 
+# ---- the judge of kernel logs, on Linux 6.12's own words (drivers/nvme/host)
+
+
+def test_what_counts_as_a_complaint() -> None:
+    bad = [
+        "<4>[    1.0] nvme nvme0: I/O tag 12 (100c) opcode 0x2 (I/O Cmd) QID 1 timeout, reset controller",
+        "<4>[    1.0] nvme nvme0: I/O tag 12 (100c) QID 1 timeout, completion polled",
+        "<4>[    1.0] nvme nvme0: missing or invalid SUBNQN field.",
+        "<6>[    1.0] nvme nvme0: globally duplicate IDs for nsid 1",
+        "<4>[    1.0] nvme nvme0: clearing duplicate IDs for nsid 1",
+        "<3>[    1.0] nvme nvme0: Identify namespace failed (-4)",
+        "<3>[    1.0] I/O error, dev nvme0n1, sector 0 op 0x0:(READ) flags 0x0 phys_seg 1 prio class 0",
+        "<3>[    1.0] Buffer I/O error on dev nvme0n1, logical block 0, async page read",
+        "<3>[    1.0] INFO: task fio:123 blocked for more than 120 seconds.",
+    ]
+    good = [
+        "<6>[    1.0] nvme nvme0: 2/0/0 default/read/poll queues",
+        "<6>[    1.0] nvme nvme0: rescanning namespaces.",
+        "<4>[    1.0] nvme nvme0: resetting controller",
+        "<4>[    1.0] nvme nvme0: using unchecked data buffer",
+        "<6>[    1.0] EXT4-fs (nvme0n1): mounted filesystem 12345678 r/w with ordered data mode.",
+        "<6>[    1.0] XFS (nvme1n1): Ending clean mount",
+    ]
+    assert complaints([*bad, *good]) == bad
+    assert bad[5] not in complaints(bad, resets=True)
+
+
 # ---- last: all of the above, as the kernel saw it
 
 
