@@ -313,6 +313,13 @@ def test_walk_reads_no_list_entry_that_it_does_not_need(walk: Walk) -> None:
     assert isinstance(walk.product(pages[0], at + PAGE - 16, 3 * PAGE), list)
 
 
+def test_walk_of_list_pointers_between_entries(walk: Walk) -> None:
+    pages, at = [walk.ram.alloc(PAGE) for _ in range(3)], walk.ram.alloc(PAGE)
+    for shift in (0, 1, 2, 4, 7, 8, 12):
+        walk.ram.view(at + shift, 16)[:] = struct.pack("<2Q", pages[1], pages[2])
+        walk.check(pages[0], at + shift, 3 * PAGE)
+
+
 def test_walk_of_lists_that_loop(walk: Walk) -> None:
     """A list page that chains to itself: its length bounds the walk."""
     data, at = walk.ram.alloc(PAGE), walk.ram.alloc(PAGE)

@@ -50,6 +50,7 @@ def kept() -> Iterator[Kept]:
 @pytest.fixture
 def lab(kept: Kept, engine: Any) -> Iterator[Lab]:
     with Lab(kept, engine) as lab:
+        lab.open_pair(0, 8)  # as in an enabled controller
         yield lab.begin()
 
 
@@ -234,10 +235,18 @@ def test_doorbells_of_queues_that_are_not_there(kept: Kept, lab: Lab, qid: int) 
     assert lab.plane.record.bad_doorbell == layout.BAD_DOORBELL_REGISTER << 32 | 2 * qid + 1
 
 
+def test_a_disabled_controller_has_nobody_to_tell(kept: Kept, lab: Lab) -> None:
+    """Linux still rings the admin doorbells of a controller that it has just disabled."""
+    lab.plane.sqs[0].live = 0
+    post_doorbell(kept, 0, 3)
+    post_doorbell(kept, TAIL_2, 3)
+    lab.settle(look=True)
+    assert not int(lab.plane.record.bad_doorbell) and waiting(kept) == b""
+
+
 def test_shadow_doorbells_do_not_serve_the_admin_queue(kept: Kept, lab: Lab) -> None:
     """Base 5.8: the buffers begin with the I/O queues."""
-    cq = lab.open_cq(0, 8)
-    sq = lab.open_sq(0, 8, cq)
+    sq = lab.open_pair(0, 8)
     lab.enable_shadow()
     sq.submit(nv.IDENTIFY)
     sq.ring()

@@ -191,6 +191,14 @@ def test_rights_are_those_of_the_region_not_of_the_first_one(guest: GuestMap, ra
         guest.read(2 * PAGE, 1)
 
 
+@pytest.mark.parametrize("rights,protection", [(READ, "r--s"), (WRITE, "rw-s"), (BOTH, "rw-s")])
+def test_memory_that_may_only_be_read_is_mapped_so(guest: GuestMap, ram: int, rights: int, protection: str) -> None:
+    """Whatever of ours went astray could not write there."""
+    guest.map(0, PAGE, rights, 0, ram)
+    (line,) = [line for line in MAPS.read_text().splitlines() if line.startswith(f"{guest.find(0, 1, rights):x}-")]
+    assert line.split()[1] == protection
+
+
 # --------------------------------------------------------------------------------------------------- unmapping
 
 
