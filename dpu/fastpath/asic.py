@@ -112,6 +112,7 @@ _DSM, _AER = int(NvmOpcode.DATASET_MANAGEMENT), int(AdminOpcode.ASYNC_EVENT_REQU
 _BROADCAST = int(BROADCAST_NSID)
 
 _DNR = 1 << 14  # Do Not Retry (Base 4.6.1): the same command would fail again
+SHORT_SLEEP_NS = 100_000
 URING_RESERVE = 257  # requests that one command can need: Deallocate of 256 ranges, and one to spare
 _MORE = 1 << 13  # the error log has an entry of it
 _OK = 0
@@ -1046,7 +1047,9 @@ def one_pass(p: Any, look: bool) -> int:
         c = controllers[i]
         if c.live == 0:
             continue
-        if look and c.attention == ATTENTION_NONE:
+        # With shadow doorbells the queues say by themselves what is new, and a system call would be most of an idle
+        # pass. The pass before sleeping always looks.
+        if look and c.attention == ATTENTION_NONE and (c.shadow == 0 or p.armed or p.passes & 7 == 0):
             work += drain_socket(p, c)
         if c.hold:
             continue
@@ -1069,11 +1072,12 @@ def run(address: int) -> None:
     """A poller's life: until its stop word is set. ``address``: its POLLER record.
 
     Adaptive polling: ``spin`` idle passes, then the guests are asked to ring, one pass more looks whether
-    something came meanwhile, then it sleeps.
+    something came meanwhile, then it sleeps. After a sleep of more than SHORT_SLEEP_NS it does not spin: work does
+    not come fast enough for that to be of use.
     """
     p = view(address, 1, POLLER)[0]
     stop = address + STOP
-    idle = 0
+    idle, spin = 0, p.spin
     while load_u64(stop) == 0:
         p.passes += 1
         store_u64(p.health, p.passes)
@@ -1088,11 +1092,13 @@ def run(address: int) -> None:
             idle = 0
             continue
         idle += 1
-        if idle < p.spin:
+        if idle < spin:
             pause()
         elif p.armed == 0:
             set_armed(p, True)
         else:
+            begin = ticks()
             sleep(p)
+            spin = p.spin if (ticks() - begin) * p.ns_mult >> 20 < SHORT_SLEEP_NS else 0
             set_armed(p, False)
             idle = 1
