@@ -369,6 +369,8 @@ def test_walk_across_the_end_of_a_region(walk: Walk) -> None:
         other = Walk(cut)
         other.ram.view(base + 8 * PAGE, 16)[:] = struct.pack("<2Q", base, base + PAGE)
         assert other.product(base, base + 8 * PAGE, 3 * PAGE) == nv.DATA_TRANSFER_ERROR
+        other.ram.view(base + 8 * PAGE - 16, 16)[:] = struct.pack("<2Q", base, base + 8 * PAGE)
+        assert other.product(base, base + 8 * PAGE - 16, 4 * PAGE) == nv.DATA_TRANSFER_ERROR
 
 
 @pytest.mark.parametrize("rights", [READ_ONLY, WRITE_ONLY, BOTH])

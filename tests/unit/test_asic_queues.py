@@ -203,6 +203,37 @@ def test_queues_need_their_rights(kept: Kept, engine: Any, rights: int, works: b
         assert len(queue.cq.reap()) == int(works)
 
 
+@pytest.mark.parametrize("rights,reads,writes", [(1, False, True), (2, True, False), (3, True, True)])
+@pytest.mark.parametrize("nsid", [NS_MEMORY, NS_4K])
+def test_data_needs_its_rights(kept: Kept, lab: Lab, rights: int, reads: bool, writes: bool, nsid: int) -> None:
+    """A Read writes guest memory; Write, Compare and Dataset Management read it."""
+    queue = lab.open_pair(1, 8)
+    iova, offset, size = kept.ram.windows[1]
+    lab.plane.memory.unmap(iova, size)
+    lab.plane.memory.map(iova, size, rights, offset, kept.ram.fd)
+    lab.plane._publish_dma()
+    for opcode, works in ((nv.READ, reads), (nv.WRITE, writes), (nv.COMPARE, writes)):
+        status = queue.do(lab, opcode, nsid=nsid, prp1=iova, cdw=[0, 0, 0]).status
+        assert status == (nv.OK if works else nv.DATA_TRANSFER_ERROR), opcode
+    status = queue.do(lab, nv.DSM, nsid=nsid, prp1=iova, cdw=[0, 4]).status
+    assert status == (nv.OK if writes else nv.DATA_TRANSFER_ERROR)
+
+
+BEYOND = [2048, 2047 + (1 << 32), 1 << 32, (1 << 54) + 5, (1 << 63) - 1, 1 << 63, (1 << 64) - 2048, (1 << 64) - 1]
+
+
+@pytest.mark.parametrize("slba", [*BEYOND, 2041])
+def test_blocks_outside_the_namespace(kept: Kept, lab: Lab, slba: int) -> None:
+    queue, page = lab.open_pair(1, 8), kept.ram.buffer(PAGE)
+    before = kept.disk()
+    for opcode in (nv.READ, nv.WRITE, nv.COMPARE, nv.WRITE_ZEROES):
+        done = queue.do(lab, opcode, prp1=page.iova, cdw=[slba & 0xFFFFFFFF, slba >> 32, 7])
+        assert (done.status, done.dnr) == (nv.LBA_OUT_OF_RANGE, True)
+    page.fill(struct.pack("<IIQIIQ", 0, 8, 0, 0, 8, slba))
+    assert queue.do(lab, nv.DSM, prp1=page.iova, cdw=[1, 4]).status == nv.LBA_OUT_OF_RANGE
+    assert kept.disk() == before
+
+
 # ---------------------------------------------------------------------------------------- guest against guest
 
 
