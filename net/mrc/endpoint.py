@@ -1,0 +1,160 @@
+"""An MRC endpoint without I/O and clock: queue pairs, registered memory, completions.
+
+Use: ``endpoint = Endpoint(rng)``; ``key = endpoint.register(bytearray(4096), va=0)``;
+``endpoint.connect(identity, evs, plane_of)``; ``endpoint.write(qpn, 7, data, va, peer_key)``;
+``step = endpoint.step(now_ns, received)``: send ``step.send``, look at ``step.completions``, call again at
+``step.wake_ns`` at the latest.
+Time: nanoseconds, passed in and never going back. A call much later than asked for makes nobody blame a path.
+Errors: MrcError for a queue pair or key that does not exist; whatever a peer sends is counted in ``counters``.
+Limits: reconstructed (see net.mrc.wire). No congestion control, no transport ACK, no endpoint requests (port status,
+reverse EVs), no dynamic MPR. Attributes of both ends are taken to be equal.
+Source: OCP-MRC-1.0 sections 5 to 9 through its readers.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from net.errors import MrcError, Reason
+from net.mrc.datagram import Datagram
+from net.mrc.paths import EvProfile, PathSettings
+from net.mrc.requestor import Identity, QpSettings, Requestor, Status
+from net.mrc.responder import Region, Responder
+from net.mrc.wire import WRITES, CcState, Neth, Opcode, Seth
+
+
+class Kind(enum.Enum):
+    """What a completion is about."""
+
+    WRITE = "write"
+    IMMEDIATE = "immediate"
+
+
+class Completion(NamedTuple):
+    """A write of ours is done (value: its request id), or one of the peer's with an immediate (value: that)."""
+
+    qpn: int
+    kind: Kind
+    value: int
+    status: Status = Status.OK
+
+
+class Output(NamedTuple):
+    """What to do after a step."""
+
+    send: list[Datagram]
+    wake_ns: int | None
+    completions: list[Completion]
+
+
+@dataclass(slots=True)
+class QueuePair:
+    """Both halves."""
+
+    identity: Identity
+    requestor: Requestor
+    responder: Responder
+
+
+class Endpoint:
+    """A NIC's worth of queue pairs."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.counters: Counter[str] = Counter()
+        self.pairs: dict[int, QueuePair] = {}
+        self._rng = rng
+        self._regions: dict[int, Region] = {}
+        self._wake_ns: int | None = None
+
+    def register(self, memory: bytearray | memoryview, va: int) -> int:
+        """Lets peers write ``memory`` at addresses from ``va`` on; returns the key they need."""
+        key = self._rng.randrange(1, 1 << 32)
+        while key in self._regions:
+            key = self._rng.randrange(1, 1 << 32)
+        self._regions[key] = Region(va, memoryview(memory))
+        return key
+
+    def unregister(self, key: int) -> None:
+        """From now on nobody may write there."""
+        if self._regions.pop(key, None) is None:
+            raise MrcError(Reason.VALUE, f"no region has the key {key:#x}", "register() returns it")
+
+    def connect(
+        self,
+        identity: Identity,
+        evs: Sequence[int],
+        plane_of: Callable[[int], int],
+        settings: QpSettings | None = None,
+        paths: PathSettings | None = None,
+    ) -> QueuePair:
+        """A queue pair; the peer makes its own with the ends exchanged."""
+        if identity.qpn in self.pairs or identity.qpn <= 2:
+            raise MrcError(Reason.VALUE, f"queue pair {identity.qpn} is taken", "numbers 0 to 2 are reserved")
+        settings = settings or QpSettings()
+        profile = EvProfile(evs, plane_of, paths or PathSettings(), self._rng)
+        requestor = Requestor(identity, settings, profile)
+        pair = self.pairs[identity.qpn] = QueuePair(identity, requestor, Responder(identity, settings, self._regions))
+        return pair
+
+    def write(
+        self, qpn: int, request_id: int, data: bytes, va: int, r_key: int, immediate: int | None = None
+    ) -> None:
+        """Posts a write to the peer's memory; it goes out with the next step and completes exactly once."""
+        if qpn not in self.pairs:
+            raise MrcError(Reason.VALUE, f"there is no queue pair {qpn}", "connect it first")
+        self.pairs[qpn].requestor.post(request_id, data, va, r_key, immediate)
+
+    def step(self, now_ns: int, received: Iterable[Datagram] = ()) -> Output:
+        """Takes in what arrived and says what to send."""
+        send: list[Datagram] = []
+        for datagram in received:
+            send += self._receive(now_ns, datagram)
+        self._forgive_if_late(now_ns)
+        for pair in self.pairs.values():
+            send += pair.requestor.send(now_ns)
+        wakes = [wake for pair in self.pairs.values() if (wake := pair.requestor.wake_ns()) is not None]
+        self._wake_ns = min(wakes, default=None)
+        return Output(send, self._wake_ns, list(self._completions()))
+
+    def _forgive_if_late(self, now_ns: int) -> None:
+        """Called long after the time asked for, we were not running, and what we missed may still be on its way."""
+        if self._wake_ns is None:
+            return
+        for pair in self.pairs.values():
+            if now_ns - self._wake_ns > pair.requestor.settings.timeout_ns // 4:
+                pair.requestor.forgive(now_ns)
+
+    def _receive(self, now_ns: int, datagram: Datagram) -> Iterator[Datagram]:
+        bth, headers = datagram.message.bth, datagram.message.headers
+        pair = self.pairs.get(bth.dqp)
+        if pair is None or pair.identity.peer != datagram.peer:
+            self.counters["unknown queue pair"] += 1
+        elif bth.opcode in WRITES:
+            yield from pair.responder.on_write(datagram)
+        elif datagram.trimmed:
+            self.counters["trimmed control"] += 1  # and not answered, as UET 1.0.3 has it
+        elif bth.opcode == Opcode.PROBE:
+            yield pair.responder.on_probe(datagram)
+        elif bth.opcode == Opcode.SACK:
+            seth, state = headers
+            assert isinstance(seth, Seth) and isinstance(state, CcState)
+            pair.requestor.on_sack(now_ns, seth, state)
+        elif bth.opcode == Opcode.NACK:
+            assert isinstance(headers[0], Neth)
+            pair.requestor.on_nack(headers[0])
+        else:
+            self.counters["not handled"] += 1
+
+    def _completions(self) -> Iterator[Completion]:
+        for qpn, pair in self.pairs.items():
+            for value in pair.responder.arrived:
+                yield Completion(qpn, Kind.IMMEDIATE, value)
+            pair.responder.arrived.clear()
+            for request_id, status in pair.requestor.finished:
+                yield Completion(qpn, Kind.WRITE, request_id, status)
+            pair.requestor.finished.clear()

@@ -1,0 +1,443 @@
+"""The sending half of a queue pair: writes cut into packets, sprayed, acknowledged selectively, sent again.
+
+No I/O, no clock. What is known of a packet decides what becomes of it:
+
+    acknowledged                     done
+    NACK TRIMMED                     sent again at once on another EV; that EV is skipped a turn, unless the cut was
+                                     on the last hop
+    sent earlier on the same EV than
+    one acknowledged, and a newer
+    SACK shows it missing            lost: sent again at once; that EV is suspected (a path keeps its order)
+    nothing heard for the timeout    lost; that EV is suspected; counts on the retry budget
+    other NACKs                      waits for its timeout, which then suspects nothing; counts on the budget
+    NACK UNEXP_EVENT, budget spent   the queue pair is in error, every request completes with it
+
+A gap in the sequence alone never means loss. Halfway to a timeout a reliability probe asks for a SACK, so that lost
+SACKs do not look like lost packets.
+
+Numbers inside are counts from 0; they become 24-bit PSNs at the edge.
+Limits: a fixed window in bytes, no congestion control (NSCC) yet.
+Source: OCP-MRC-1.0 sections 6.2, 7.4, 7.5 and 9 through its readers; the same-EV rule and the probe are ours.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from net.mrc.datagram import Datagram
+from net.mrc.frame import Message, message
+from net.mrc.paths import EvProfile
+from net.mrc.wire import (
+    Bth,
+    CcState,
+    EcnMark,
+    Immdt,
+    Meth,
+    NackReason,
+    Neth,
+    Opcode,
+    Peth,
+    Reth,
+    Seth,
+    Tseth,
+    psn_add,
+    psn_distance,
+)
+
+TIMESTAMP_NS = 128
+SACK_BITS = 64
+OVERHEAD_BYTES_MAX = 14 + 132 + 3
+"""Of a write behind two IPv6 headers: Ethernet, all headers with ICRC, padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class QpSettings:
+    """Both halves of a queue pair.
+
+    pmtu_bytes: payload of a full packet. window_bytes: frames in flight. mpr: PSNs in flight, a multiple of 128.
+    timeout_ns: until a packet of which nothing is heard counts as lost. retries: timeouts of one packet before the
+    queue pair fails; from the eighth on the timeout doubles. wimm_max: writes with immediate in flight.
+    sack_packets, sack_bytes: a SACK at the latest after so many.
+    """
+
+    pmtu_bytes: int = 4096
+    window_bytes: int = 256 * 1024
+    mpr: int = 1024
+    timeout_ns: int = 1_000_000
+    retries: int = 7
+    wimm_max: int = 32
+    sack_packets: int = 4
+    sack_bytes: int = 16 * 1024
+
+
+class Identity(NamedTuple):
+    """Both ends of a queue pair: ``psn`` is the first one sent, ``peer_psn`` the first one expected."""
+
+    qpn: int
+    peer: int
+    peer_qpn: int
+    psn: int = 0
+    peer_psn: int = 0
+
+
+class Status(enum.Enum):
+    """How a request ended."""
+
+    OK = "ok"
+    REMOTE_ERROR = "remote operation error"
+    RETRY_EXCEEDED = "retry exceeded"
+
+
+@dataclass(slots=True)
+class Request:
+    """A write as posted; ``last`` is the number of its last packet once that is known."""
+
+    request_id: int
+    data: memoryview
+    va: int
+    r_key: int
+    immediate: int | None
+    msn: int
+    rqmsn: int
+    offset: int = 0
+    last: int | None = None
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A packet that is not acknowledged. ``order`` counts transmissions; ``waiting``: to be sent again."""
+
+    message: Message
+    size_bytes: int
+    ev: int
+    order: int
+    retries: int = 0
+    again: bool = False
+    waiting: bool = False
+    blameless: bool = False
+
+
+class Requestor:
+    """``counters`` by name; ``finished`` collects (request id, status), taken by the endpoint."""
+
+    def __init__(self, identity: Identity, settings: QpSettings, paths: EvProfile) -> None:
+        self.identity = identity
+        self.settings = settings
+        self.paths = paths
+        self.counters: Counter[str] = Counter()
+        self.finished: list[tuple[int, Status]] = []
+        self.error: Status | None = None
+        self.inflight_bytes = 0
+        self._requests: deque[Request] = deque()  # posted, some packets still to be cut
+        self._unfinished: deque[Request] = deque()
+        self._outstanding: dict[int, _Sent] = {}
+        self._next = 0
+        self._acked = 0  # every number below is acknowledged
+        self._again: list[int] = []  # heap: oldest gap first
+        self._timers: list[tuple[int, int, int]] = []  # (deadline, order, number); stale ones are passed over
+        self._order = 0
+        self._messages = 0
+        self._immediates = 0
+        self._immediates_open = 0
+        self._newest_rcvd: int | None = None
+        self._acked_order: dict[int, int] = {}  # by EV: the latest transmission known to have arrived
+        self._news_ns = 0
+        self._asked_ns: int | None = None
+        self._asking: int | None = None  # a packet in flight that asked for a SACK because the window was full
+        self._probes: dict[int, int] = {}  # probe id -> EV, of probes of suspected EVs
+        self._probe_id = 0
+
+    # Posting.
+
+    def post(self, request_id: int, data: bytes, va: int, r_key: int, immediate: int | None) -> None:
+        """A write; ``finished`` will have its id exactly once."""
+        if self.error is not None:
+            self.finished.append((request_id, self.error))
+            return
+        self._immediates += immediate is not None
+        rqmsn = self._immediates & 0xFFFF if immediate is not None else 0
+        request = Request(request_id, memoryview(data), va, r_key, immediate, self._messages & 0xFFFF, rqmsn)
+        self._messages += 1
+        self._requests.append(request)
+        self._unfinished.append(request)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing posted is unfinished."""
+        return not self._unfinished
+
+    # Sending.
+
+    def send(self, now_ns: int) -> Iterator[Datagram]:
+        """What may go now: probes, then what is to be sent again, then new packets."""
+        if self.error is None:
+            yield from self._expire(now_ns)
+        if self.error is None:
+            yield from self._probe_suspects(now_ns)
+            yield from self._send_again(now_ns)
+            yield from self._send_new(now_ns)
+
+    def _send_again(self, now_ns: int) -> Iterator[Datagram]:
+        while self._again:
+            sent = self._outstanding.get(self._again[0])
+            if sent is None or not sent.waiting:  # acknowledged since
+                heapq.heappop(self._again)
+                continue
+            if not self._room(sent.size_bytes):
+                return
+            ev = self.paths.next_ev(avoid=sent.ev)
+            if ev is None:
+                return
+            number = heapq.heappop(self._again)
+            sent.ev, sent.again, sent.waiting, sent.blameless = ev, True, False, False
+            self.counters["retransmitted"] += 1
+            yield self._transmit(now_ns, number, sent)
+
+    def _send_new(self, now_ns: int) -> Iterator[Datagram]:
+        while self._requests:
+            request = self._requests[0]
+            starts_immediate = request.immediate is not None and not request.offset
+            if starts_immediate and self._immediates_open == self.settings.wimm_max:
+                return
+            size = min(self.settings.pmtu_bytes, len(request.data) - request.offset)
+            if self._next - self._acked >= self.settings.mpr or not self._room(size + OVERHEAD_BYTES_MAX):
+                return
+            ev = self.paths.next_ev()
+            if ev is None:
+                return
+            content = self._cut(request, size)
+            self._immediates_open += starts_immediate
+            request.offset += size
+            number, self._next = self._next, self._next + 1
+            if request.offset == len(request.data):
+                request.last = number
+                self._requests.popleft()
+            sent = _Sent(content, Datagram(self.identity.peer, ev, content).wire_bytes(), ev, 0)
+            self._outstanding[number] = sent
+            self.counters["sent"] += 1
+            yield self._transmit(now_ns, number, sent)
+
+    def _room(self, size_bytes: int) -> bool:
+        return not self.inflight_bytes or self.inflight_bytes + size_bytes <= self.settings.window_bytes
+
+    def _cut(self, request: Request, size: int) -> Message:
+        """The next packet of a request, without number and time."""
+        end = request.offset + size
+        first, last = request.offset == 0, end == len(request.data)
+        plain = {
+            (True, True): Opcode.WRITE_ONLY,
+            (True, False): Opcode.WRITE_FIRST,
+            (False, False): Opcode.WRITE_MIDDLE,
+            (False, True): Opcode.WRITE_LAST,
+        }[first, last]
+        headers: list[tuple[int, ...]] = [
+            Meth(request.rqmsn, request.msn),
+            Tseth(),
+            Reth(request.va + request.offset, request.r_key, len(request.data)),
+        ]
+        if last and request.immediate is not None:
+            plain = Opcode.WRITE_ONLY_IMM if first else Opcode.WRITE_LAST_IMM
+            headers.append(Immdt(request.immediate))
+        bth = Bth(plain, dqp=self.identity.peer_qpn)
+        return message(bth, *headers, payload=bytes(request.data[request.offset : end]))
+
+    def _transmit(self, now_ns: int, number: int, sent: _Sent) -> Datagram:
+        self._order += 1
+        sent.order = self._order
+        if not self.inflight_bytes:
+            self._news_ns = now_ns
+        self.inflight_bytes += sent.size_bytes
+        patience = self.settings.timeout_ns << max(0, sent.retries - 7)
+        heapq.heappush(self._timers, (now_ns + patience, sent.order, number))
+        ask = not (self._requests or self._again)
+        if not ask and self._asking is None and not self._room(2 * sent.size_bytes):
+            ask, self._asking = True, number  # once per window: a full window is nothing special
+        bth = sent.message.bth._replace(psn=self._psn(number), rtx=int(sent.again), a=int(ask))
+        meth, _, *rest = sent.message.headers
+        stamp = Tseth(now_ns // TIMESTAMP_NS & 0xFFFF)
+        return Datagram(self.identity.peer, sent.ev, Message(bth, (meth, stamp, *rest), sent.message.payload))
+
+    def _psn(self, number: int) -> int:
+        return psn_add(self.identity.psn, number)
+
+    def _number(self, psn: int) -> int:
+        """The number that a PSN means: the nearest one to what is acknowledged."""
+        return self._acked + psn_distance(psn, self._psn(self._acked))
+
+    # Time.
+
+    def wake_ns(self) -> int | None:
+        """When ``send`` has something to do even if nothing arrives."""
+        if self.error is not None:
+            return None
+        while self._timers and not self._timer_holds(*self._timers[0]):
+            heapq.heappop(self._timers)
+        times = [self._timers[0][0]] if self._timers else []
+        if self._timers and self._asked_ns is None:
+            times.append(self._news_ns + self.settings.timeout_ns // 2)
+        suspects = self.paths.next_probe_ns()
+        if suspects is not None:
+            times.append(suspects)
+        return min(times, default=None)
+
+    def _timer_holds(self, _deadline_ns: int, order: int, number: int) -> bool:
+        sent = self._outstanding.get(number)
+        return sent is not None and sent.order == order and not sent.waiting
+
+    def forgive(self, now_ns: int) -> None:
+        """We were not running: no packet is late before it has had a timeout's time from now on."""
+        live = [timer for timer in self._timers if self._timer_holds(*timer)]
+        least_ns = now_ns + self.settings.timeout_ns
+        self._timers = [(max(deadline, least_ns), order, number) for deadline, order, number in live]
+        heapq.heapify(self._timers)
+        self._news_ns = now_ns
+        self.counters["forgiven"] += 1
+
+    def _expire(self, now_ns: int) -> Iterator[Datagram]:
+        while self._timers and self._timers[0][0] <= now_ns:
+            timer = heapq.heappop(self._timers)
+            if not self._timer_holds(*timer):
+                continue
+            sent = self._outstanding[timer[2]]
+            sent.retries += 1
+            if sent.retries > self.settings.retries:
+                self.fail(Status.RETRY_EXCEEDED)
+                return
+            self.counters["timeouts"] += 1
+            if not sent.blameless:
+                self.paths.suspect(sent.ev, now_ns)
+            self._lose(timer[2], sent)
+        half_ns = self.settings.timeout_ns // 2
+        if self._timers and self._asked_ns is None and now_ns >= self._news_ns + half_ns:
+            self._asked_ns = now_ns
+            ev = self.paths.next_ev()
+            if ev is not None:
+                self.counters["sack probes"] += 1
+                yield self._probe(now_ns, ev)
+
+    def _probe_suspects(self, now_ns: int) -> Iterator[Datagram]:
+        for ev in self.paths.probes_due(now_ns):
+            probe = self._probe(now_ns, ev)
+            self._probes[self._probe_id] = ev
+            while len(self._probes) > 256:
+                del self._probes[next(iter(self._probes))]
+            yield probe
+
+    def _probe(self, now_ns: int, ev: int) -> Datagram:
+        self._probe_id = self._probe_id + 1 & 0xFFFF
+        identity = self.identity
+        peth = Peth(
+            probe_id=self._probe_id,
+            spdcid=identity.qpn & 0xFFFF,
+            dpdcid=identity.peer_qpn & 0xFFFF,
+            tx_timestamp=now_ns // TIMESTAMP_NS & 0xFFFF,
+        )
+        return Datagram(identity.peer, ev, message(Bth(Opcode.PROBE, dqp=identity.peer_qpn), peth))
+
+    # Hearing.
+
+    def on_sack(self, now_ns: int, seth: Seth, state: CcState) -> None:
+        """A SACK: removes what it reports, learns about its EV, and finds what is lost."""
+        cumulative = self._number(seth.cack_psn) + 1
+        if cumulative > self._next:
+            self.counters["bad sack"] += 1
+            return
+        self._news_ns, self._asked_ns = now_ns, None
+        while self._acked < cumulative:
+            self._acknowledge(self._acked)
+            self._acked += 1
+        base = cumulative - 1 + seth.sack_offset
+        for bit in range(SACK_BITS):
+            if seth.bitmap >> bit & 1:
+                self._acknowledge(base + bit)
+        if not seth.pr:
+            self._acknowledge(cumulative - 1 + seth.ack_psn_offset)
+        self._on_mark(now_ns, seth)
+        if self._is_newest(state.rcvd_bytes):
+            self._find_lost(now_ns, base, seth.bitmap)
+        self._finish()
+
+    def _acknowledge(self, number: int) -> None:
+        sent = self._outstanding.pop(number, None)
+        if sent is None:
+            return
+        self._asking = None if self._asking == number else self._asking
+        if not sent.waiting:
+            self.inflight_bytes -= sent.size_bytes
+        if not sent.again:  # else it is not known which transmission arrived
+            self._acked_order[sent.ev] = max(sent.order, self._acked_order.get(sent.ev, 0))
+
+    def _on_mark(self, now_ns: int, seth: Seth) -> None:
+        if seth.pr:
+            ev = self._probes.pop(seth.probe_id, None)
+            if ev is not None:
+                self.paths.probed(ev, marked=seth.m == EcnMark.SKIP_ONCE)
+        if seth.m == EcnMark.SKIP_ONCE:
+            self.counters["marks"] += 1
+            self.paths.skip(seth.entropy)
+        elif seth.m == EcnMark.ALWAYS_SKIP:
+            self.paths.suspect(seth.entropy, now_ns)
+
+    def _is_newest(self, rcvd_bytes: int) -> bool:
+        """Whether a SACK was made after all others seen: its count of what arrived, modulo 2^24, is ahead."""
+        if self._newest_rcvd is not None and psn_distance(rcvd_bytes, self._newest_rcvd) <= 0:
+            return False
+        self._newest_rcvd = rcvd_bytes
+        return True
+
+    def _find_lost(self, now_ns: int, base: int, bitmap: int) -> None:
+        """What the newest SACK shows missing although something later on the same EV has arrived."""
+        for bit in range(SACK_BITS):
+            sent = None if bitmap >> bit & 1 else self._outstanding.get(base + bit)
+            if sent is None or sent.waiting or sent.order >= self._acked_order.get(sent.ev, 0):
+                continue
+            self.counters["inferred"] += 1
+            self.paths.suspect(sent.ev, now_ns)
+            self._lose(base + bit, sent)
+
+    def on_nack(self, neth: Neth) -> None:
+        """A NACK of one packet."""
+        number = self._number(neth.nack_psn)
+        sent = self._outstanding.get(number)
+        if neth.nack_reason == NackReason.UNEXP_EVENT:
+            if sent is not None:
+                self.fail(Status.REMOTE_ERROR)
+            return
+        self.counters["nacks"] += 1
+        if sent is None or sent.waiting or sent.ev != neth.entropy:
+            self.counters["stale nacks"] += 1  # about a transmission that is over
+            return
+        if neth.nack_reason not in (NackReason.TRIMMED, NackReason.TRIMMED_LASTHOP):
+            sent.blameless = True
+            return
+        if neth.nack_reason == NackReason.TRIMMED:
+            self.paths.skip(sent.ev)
+        self._lose(number, sent)
+
+    def _lose(self, number: int, sent: _Sent) -> None:
+        self._asking = None if self._asking == number else self._asking
+        sent.waiting = True
+        self.inflight_bytes -= sent.size_bytes
+        heapq.heappush(self._again, number)
+
+    def _finish(self) -> None:
+        while self._unfinished and (last := self._unfinished[0].last) is not None and last < self._acked:
+            request = self._unfinished.popleft()
+            self._immediates_open -= request.immediate is not None
+            self.finished.append((request.request_id, Status.OK))
+
+    def fail(self, status: Status) -> None:
+        """The queue pair is over: every request that is not finished ends with ``status``."""
+        self.error = status
+        self.finished += [(request.request_id, status) for request in self._unfinished]
+        self._requests.clear()
+        self._unfinished.clear()
+        self._outstanding.clear()
+        self._again.clear()
+        self._timers.clear()
+        self.inflight_bytes = 0

@@ -1,0 +1,197 @@
+"""The receiving half of a queue pair: checks, placement in memory, SACKs and NACKs, immediates in order.
+
+No I/O, no clock. Payload goes to its place at once, whatever came before it; only immediates wait for all that was
+sent earlier. A packet is judged in this order, and only the last row writes memory:
+
+    cut by a switch                     NACK TRIMMED or TRIMMED_LASTHOP
+    beyond the window                   NACK PSN_OOR_WINDOW
+    received before                     SACK
+    key unknown, or out of its region   NACK UNEXP_EVENT
+    too many immediates wait            NACK UNEXP_EVENT
+    else                                placed
+
+Answers go out by the path that the packet came by: it has just been seen to work one way (ours; the specification
+keeps a small set of reverse EVs).
+Source: OCP-MRC-1.0 sections 5.1, 6.3.1, 7.5.1-7.5.3 through its readers. When 64 bits do not hold both the oldest gap
+and the packet that triggered it, SACKs report on them in turn: ours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from net.mrc.datagram import Datagram
+from net.mrc.frame import message
+from net.mrc.requestor import SACK_BITS, Identity, QpSettings
+from net.mrc.wire import (
+    Bth,
+    CcState,
+    EcnMark,
+    Immdt,
+    NackReason,
+    Neth,
+    Opcode,
+    Peth,
+    Reth,
+    Seth,
+    Tseth,
+    psn_add,
+    psn_distance,
+)
+
+SACK_COUNTS_BYTES_MIN = 1024
+RCVD_UNIT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that a peer may write: ``memory`` at remote addresses from ``va`` on."""
+
+    va: int
+    memory: memoryview
+
+    def window(self, va: int, size: int) -> memoryview | None:
+        """The part at ``va``; None when that is not all inside."""
+        start = va - self.va
+        if start < 0 or start + size > len(self.memory):
+            return None
+        return self.memory[start : start + size]
+
+
+class Responder:
+    """``counters`` by name; ``arrived`` collects immediates in the order of their writes, taken by the endpoint."""
+
+    def __init__(self, identity: Identity, settings: QpSettings, regions: Mapping[int, Region]) -> None:
+        self.identity = identity
+        self.settings = settings
+        self.counters: Counter[str] = Counter()
+        self.arrived: list[int] = []
+        self._regions = regions
+        self._expected = 0  # every number below has arrived
+        self._beyond: set[int] = set()  # arrived above it
+        self._immediates: dict[int, int] = {}
+        self._rcvd_bytes = 0
+        self._unreported_packets = 0
+        self._unreported_bytes = 0
+        self._sacks = 0
+
+    def _number(self, psn: int) -> int:
+        return self._expected + psn_distance(psn, psn_add(self.identity.peer_psn, self._expected))
+
+    def _psn(self, number: int) -> int:
+        return psn_add(self.identity.peer_psn, number)
+
+    def on_write(self, datagram: Datagram) -> Iterator[Datagram]:
+        """A write, whole or cut; yields the answer, if one is due."""
+        bth = datagram.message.bth
+        number = self._number(bth.psn)
+        if number < self._expected or number in self._beyond:
+            self.counters["duplicates"] += 1
+            yield self._sack(datagram, number)
+            return
+        reason = self._judge(datagram, number)
+        if reason is not None:
+            self.counters[reason.name] += 1
+            yield self._nack(datagram, reason)
+            return
+        self._place(datagram, number)
+        if self._is_due(datagram):
+            yield self._sack(datagram, number)
+
+    def _judge(self, datagram: Datagram, number: int) -> NackReason | None:
+        if datagram.trimmed:
+            return NackReason.TRIMMED_LASTHOP if datagram.last_hop else NackReason.TRIMMED
+        if number >= self._expected + self.settings.mpr:
+            return NackReason.PSN_OOR_WINDOW
+        if self._target(datagram) is None:
+            return NackReason.UNEXP_EVENT
+        if datagram.message.get(Immdt) is not None and len(self._immediates) >= self.settings.wimm_max:
+            return NackReason.UNEXP_EVENT
+        return None
+
+    def _target(self, datagram: Datagram) -> memoryview | None:
+        reth = datagram.message.need(Reth)
+        region = self._regions.get(reth.r_key)
+        if region is None or len(datagram.message.payload) > reth.dma_length:
+            return None
+        return region.window(reth.va, len(datagram.message.payload))
+
+    def _place(self, datagram: Datagram, number: int) -> None:
+        target = self._target(datagram)
+        assert target is not None
+        target[:] = datagram.message.payload
+        immediate = datagram.message.get(Immdt)
+        if immediate is not None:
+            self._immediates[number] = immediate.value
+        self.counters["placed"] += 1
+        self._rcvd_bytes += datagram.wire_bytes()
+        self._beyond.add(number)
+        while self._expected in self._beyond:
+            self._beyond.remove(self._expected)
+            if self._expected in self._immediates:
+                self.arrived.append(self._immediates.pop(self._expected))
+            self._expected += 1
+
+    def _is_due(self, datagram: Datagram) -> bool:
+        self._unreported_packets += 1
+        self._unreported_bytes += max(SACK_COUNTS_BYTES_MIN, len(datagram.message.payload))
+        bth, settings = datagram.message.bth, self.settings
+        full = self._unreported_packets >= settings.sack_packets or self._unreported_bytes >= settings.sack_bytes
+        return bool(full or bth.a or bth.rtx or datagram.ce)
+
+    def on_probe(self, datagram: Datagram) -> Datagram:
+        """A reliability probe: answered with a SACK that echoes its id and its path's mark."""
+        self.counters["probes"] += 1
+        return self._sack(datagram, None)
+
+    def _sack(self, datagram: Datagram, trigger: int | None) -> Datagram:
+        """trigger: number of the packet it is about; None for a probe."""
+        self._unreported_packets = self._unreported_bytes = 0
+        self._sacks += 1
+        self.counters["sacks"] += 1
+        base = self._expected
+        if trigger is not None and trigger >= base + SACK_BITS and self._sacks % 2:
+            base += (trigger - base) // SACK_BITS * SACK_BITS
+        bitmap = sum(1 << bit for bit in range(SACK_BITS) if base + bit in self._beyond) if self._beyond else 0
+        probe = datagram.message.get(Peth)
+        stamp = datagram.message.get(Tseth)
+        offset = 0 if trigger is None else trigger - (self._expected - 1)
+        if probe is not None:
+            offset = (probe.probe_id ^ 0x8000) - 0x8000  # 16 bits in a signed field
+        elif not -0x8000 <= offset < 0x8000:
+            offset = 0  # a very old duplicate
+        seth = Seth(
+            m=EcnMark.SKIP_ONCE if datagram.ce else EcnMark.NONE,
+            pr=int(probe is not None),
+            ack_psn_offset=offset,
+            entropy=datagram.entropy,
+            spdcid=self.identity.qpn & 0xFFFF,
+            dpdcid=self.identity.peer_qpn & 0xFFFF,
+            cack_psn=self._psn(self._expected - 1),
+            sack_offset=base - (self._expected - 1),
+            bitmap=bitmap,
+        )
+        state = CcState(
+            tx_timestamp=probe.tx_timestamp if probe else stamp.tx_timestamp if stamp else 0,
+            ooo_count=min(len(self._beyond), 0x7FFF),
+            rcvd_bytes=-(-self._rcvd_bytes // RCVD_UNIT_BYTES) & 0xFFFFFF,
+        )
+        rtx = datagram.message.bth.rtx
+        bth = Bth(Opcode.SACK, dqp=self.identity.peer_qpn, psn=self._psn(self._expected - 1), rtx=rtx)
+        return Datagram(self.identity.peer, datagram.entropy, message(bth, seth, state))
+
+    def _nack(self, datagram: Datagram, reason: NackReason) -> Datagram:
+        stamp = datagram.message.get(Tseth)
+        psn = datagram.message.bth.psn
+        neth = Neth(
+            nack_reason=reason,
+            entropy=datagram.entropy,
+            spdcid=self.identity.qpn & 0xFFFF,
+            dpdcid=self.identity.peer_qpn & 0xFFFF,
+            nack_psn=psn,
+            tx_timestamp=stamp.tx_timestamp if stamp else 0,
+        )
+        bth = Bth(Opcode.NACK, dqp=self.identity.peer_qpn, psn=psn)
+        return Datagram(self.identity.peer, datagram.entropy, message(bth, neth))

@@ -1,0 +1,103 @@
+"""An MRC endpoint as a host of the simulator.
+
+Use: ``host = MrcHost(0, network)``; ``connect(host, other)``; ``host.write(other, data, va=0)``;
+``network.run(until_ps)``; ``host.completions``. Messages travel as they are; ``through_wire=True`` sends every one
+through the codec, as bytes, and has trimmed ones cut by it.
+Limits: see net.mrc.endpoint. Errors: MrcError, SimError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from net.mrc.datagram import Addressing, Datagram
+from net.mrc.endpoint import Completion, Endpoint
+from net.mrc.frame import Message, decode_frame, encode_frame, trim
+from net.mrc.paths import PathSettings
+from net.mrc.requestor import Identity, QpSettings
+from net.mrc.wire import Meth, Tseth
+from net.sim.network import Network, Packet, Step
+from net.srv6 import Plan
+from net.topology import UPLINK_BITS
+
+PS_PER_NS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A completion and when it came."""
+
+    time_ps: int
+    completion: Completion
+
+
+class MrcHost:
+    """A host with one endpoint and one region of memory, of ``memory_bytes`` from address 0 on."""
+
+    def __init__(self, host: int, network: Network, memory_bytes: int = 0, *, through_wire: bool = False) -> None:
+        self.host = host
+        self.network = network
+        self.memory = bytearray(memory_bytes)
+        self.endpoint = Endpoint(network.rng(f"endpoint {host}"))
+        self.key = self.endpoint.register(self.memory, 0)
+        self.completions: list[Done] = []
+        self._wire = Addressing(Plan(network.fabric), host) if through_wire else None
+        network.attach(host, self)
+
+    def step(self, now_ps: int, received: Sequence[Packet]) -> Step:
+        """See net.sim.network.Engine."""
+        output = self.endpoint.step(now_ps // PS_PER_NS, map(self._arrived, received))
+        self.completions += [Done(now_ps, completion) for completion in output.completions]
+        wake_ps = None if output.wake_ns is None else output.wake_ns * PS_PER_NS
+        return Step(list(map(self._leaving, output.send)), wake_ps)
+
+    def _leaving(self, datagram: Datagram) -> Packet:
+        content = datagram if self._wire is None else encode_frame(self._wire.frame(datagram))
+        return Packet(
+            self.host,
+            datagram.peer,
+            datagram.entropy,
+            datagram.wire_bytes(),
+            content,
+            ect=not datagram.is_control,
+            priority=datagram.is_control,
+            trimmable=datagram.is_data,
+        )
+
+    def _arrived(self, packet: Packet) -> Datagram:
+        if self._wire is not None:
+            return self._from_wire(self._wire, packet)
+        message = packet.content.message
+        if packet.trimmed:
+            message = Message(
+                message.bth, tuple(header for header in message.headers if type(header) in (Meth, Tseth))
+            )
+        return Datagram(packet.src, packet.ev, message, packet.ce, packet.trimmed, packet.last_hop)
+
+    @staticmethod
+    def _from_wire(wire: Addressing, packet: Packet) -> Datagram:
+        data: bytes = packet.content
+        if packet.trimmed:
+            data = trim(data, wire.dscp.trimmed_lasthop if packet.last_hop else wire.dscp.trimmed)
+        return wire.datagram(decode_frame(data))._replace(ce=packet.ce)
+
+    def write(self, other: MrcHost, data: bytes, va: int, request_id: int = 0, immediate: int | None = None) -> None:
+        """Posts a write into the other's memory; it goes out when the clock runs on."""
+        self.endpoint.write(_qpn(other.host), request_id, data, va, other.key, immediate)
+        self.network.nudge(self.host)
+
+
+def _qpn(peer: int) -> int:
+    """The number of a host's queue pair with ``peer``."""
+    return 0x100 + peer
+
+
+def connect(
+    one: MrcHost, other: MrcHost, settings: QpSettings | None = None, paths: PathSettings | None = None, psn: int = 0
+) -> None:
+    """A queue pair between two hosts, over all their paths."""
+    for here, there in ((one, other), (other, one)):
+        identity = Identity(_qpn(there.host), there.host, _qpn(here.host), psn, psn)
+        evs = here.network.fabric.evs(here.host, there.host)
+        here.endpoint.connect(identity, evs, lambda ev: ev >> UPLINK_BITS, settings, paths)

@@ -1,0 +1,514 @@
+"""The MRC engine over a channel that loses, cuts, doubles, delays and marks: memory equal, completions once and in
+order; each reaction of the table in net.mrc.requestor seen on the wire; hostile packets."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from net.errors import MrcError
+from net.mrc.datagram import Datagram
+from net.mrc.endpoint import Completion, Endpoint, Kind
+from net.mrc.frame import message
+from net.mrc.paths import EvState
+from net.mrc.requestor import Identity, QpSettings, Status
+from net.mrc.wire import (
+    Aeth,
+    Bth,
+    CcState,
+    EcnMark,
+    Immdt,
+    Meth,
+    NackReason,
+    Neth,
+    Opcode,
+    Peth,
+    Reth,
+    Seth,
+    Tseth,
+)
+from tests.unit.net.mrc_cases import messages
+from tests.unit.net.mrc_channel import ACTIONS, HOSTS, QPNS, Channel, always, fates
+
+SMALL = QpSettings(pmtu_bytes=64, window_bytes=3000, timeout_ns=400_000, retries=25)
+A, B = HOSTS
+
+
+def payload(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+# Any schedule.
+
+WRITES = st.lists(
+    st.tuples(st.sampled_from(HOSTS), st.sampled_from([0, 1, 63, 64, 65, 200, 700]), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    WRITES,
+    st.lists(st.sampled_from(ACTIONS), max_size=80),
+    st.sampled_from([0, 0xFFFFFA, 0x7FFFFE]),
+    st.sampled_from([1, 4]),
+)
+def test_memory_is_equal_under_any_schedule(
+    writes: list[tuple[int, int, bool]], actions: list[str], psn: int, sack_packets: int
+) -> None:
+    options = QpSettings(64, 3000, 128, 400_000, 25, 2, sack_packets)
+    channel = Channel(fates(actions), options, psn=psn, memory_bytes=4300)
+    expected = {host: bytearray(4300) for host in HOSTS}
+    offsets = dict.fromkeys(HOSTS, 0)
+    for number, (host, size, immediate) in enumerate(writes):
+        data, start = payload(size, number), offsets[host]
+        expected[B if host == A else A][start : start + size] = data
+        channel.write(host, number, data, start, 1000 + number if immediate else None)
+        offsets[host] += size
+    channel.run()
+    for host in HOSTS:
+        assert channel.inside(host) == expected[host]
+        mine = [number for number, (writer, _, _) in enumerate(writes) if writer == host]
+        theirs = [1000 + n for n, (writer, _, immediate) in enumerate(writes) if writer != host and immediate]
+        assert channel.done(host) == mine and channel.done(host, Kind.IMMEDIATE) == theirs
+        assert all(completion.status is Status.OK for completion in channel.completions[host])
+        requestor = channel.endpoints[host].pairs[QPNS[host]].requestor
+        assert requestor.idle and requestor.inflight_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_bad_run(seed: int) -> None:
+    """64 KiB through a fifth of everything going wrong, wrapping the PSN."""
+    rng = random.Random(seed)
+    channel = Channel(
+        lambda _: rng.choice(ACTIONS) if rng.random() < 0.2 else "pass",
+        QpSettings(pmtu_bytes=256, window_bytes=20_000, timeout_ns=400_000, retries=25),
+        psn=0xFFFFFF - 100,
+        memory_bytes=65_536,
+    )
+    data = payload(65_536, seed)
+    for part in range(8):
+        channel.write(A, part, data[part * 8192 : part * 8192 + 8192], part * 8192, part)
+    channel.run()
+    assert channel.inside(B) == data
+    assert channel.done(A) == channel.done(B, Kind.IMMEDIATE) == list(range(8))
+    assert channel.counters(B)[1]["placed"] == 256
+
+
+# A clear channel.
+
+
+def test_packets_of_a_write() -> None:
+    channel = Channel(always, SMALL, psn=0xFFFFFE)
+    channel.write(A, 1, payload(150), 10, immediate=0xCAFE)
+    channel.write(A, 2, payload(64), 500)
+    channel.write(A, 3, b"", 700, immediate=9)
+    channel.run()
+    data = [datagram.message for datagram in channel.sent if datagram.is_data]
+    assert [content.bth.opcode for content in data] == [
+        Opcode.WRITE_FIRST,
+        Opcode.WRITE_MIDDLE,
+        Opcode.WRITE_LAST_IMM,
+        Opcode.WRITE_ONLY,
+        Opcode.WRITE_ONLY_IMM,
+    ]
+    assert [content.bth.psn for content in data] == [0xFFFFFE, 0xFFFFFF, 0, 1, 2]
+    reths = [content.need(Reth) for content in data]
+    assert [reth.va for reth in reths] == [0x1000A, 0x1000A + 64, 0x1000A + 128, 0x10000 + 500, 0x10000 + 700]
+    assert [reth.dma_length for reth in reths] == [150, 150, 150, 64, 0]
+    assert [(content.need(Meth).rqmsn, content.need(Meth).msn) for content in data] == [
+        *[(1, 0)] * 3,
+        (0, 1),
+        (2, 2),
+    ]
+    assert data[2].need(Immdt).value == 0xCAFE
+    assert [content.bth.a for content in data] == [0, 0, 0, 0, 1]
+    assert channel.inside(B)[10:160] == payload(150)
+    assert channel.completions[B] == [Completion(QPNS[B], Kind.IMMEDIATE, value) for value in (0xCAFE, 9)]
+
+
+def test_nothing_is_sent_twice_on_a_clear_channel_and_all_paths_are_used() -> None:
+    channel = Channel(always, SMALL, active=4)
+    channel.write(A, 0, payload(4096), 0)
+    channel.run()
+    requestor, responder = channel.counters(A)[0], channel.counters(B)[1]
+    assert requestor == {"sent": 64} and responder["placed"] == 64
+    assert responder["sacks"] <= 64 // 4 + 64 // 4  # one in four, and where the window was nearly full
+    counts = [sum(d.is_data and d.entropy == ev for d in channel.sent) for ev in (0, 1, 0x10000, 0x10001)]
+    assert counts == [16, 16, 16, 16]
+
+
+def test_the_window_is_kept() -> None:
+    channel = Channel(lambda datagram: "pass" if datagram.is_data else "lose", SMALL)
+    channel.write(A, 0, payload(4096), 0)
+    channel.run(until_ns=150_000)
+    sizes = [datagram.wire_bytes() for datagram in channel.sent if datagram.is_data]
+    assert 3000 - 300 < sum(sizes) <= 3000
+    narrow = Channel(lambda datagram: "pass" if datagram.is_data else "lose", QpSettings(64, 10**6, mpr=7))
+    narrow.write(A, 0, payload(4096), 0)
+    narrow.run(until_ns=150_000)
+    assert sum(datagram.is_data for datagram in narrow.sent) == 7
+
+
+def test_immediates_in_flight_are_limited() -> None:
+    channel = Channel(lambda datagram: "pass" if datagram.is_data else "lose", QpSettings(64, 10**6, wimm_max=3))
+    for number in range(10):
+        channel.write(A, number, b"x", number, immediate=number)
+    channel.run(until_ns=150_000)
+    assert sum(datagram.is_data for datagram in channel.sent) == 3
+    channel.fate = always
+    channel.run()
+    assert channel.done(B, Kind.IMMEDIATE) == list(range(10))
+
+
+# Reactions, each alone. The EV of a packet is known from what was sent.
+
+
+def one_bad(nth: int, action: str, count: int = 1) -> Any:
+    """A fate that strikes the ``nth`` data packet (from 0), ``count`` transmissions of that PSN."""
+    seen: list[int] = []
+
+    def fate(datagram: Datagram) -> str:
+        if not datagram.is_data:
+            return "pass"
+        psn = datagram.message.bth.psn
+        seen.append(psn)
+        return action if psn == nth and seen.count(psn) <= count else "pass"
+
+    return fate
+
+
+def transmissions(channel: Channel, psn: int) -> list[Datagram]:
+    return [datagram for datagram in channel.sent if datagram.is_data and datagram.message.bth.psn == psn]
+
+
+@pytest.mark.parametrize(("action", "reason", "state"), [("trim", 1, "skip"), ("trim last hop", 2, "good")])
+def test_a_cut_packet_is_asked_for_and_sent_again_at_once(action: str, reason: int, state: str) -> None:
+    channel = Channel(one_bad(5, action), SMALL, active=4)
+    paths = channel.endpoints[A].pairs[QPNS[A]].requestor.paths
+    channel.write(A, 0, payload(1024), 0)
+    channel.run()
+    nacks = [datagram for datagram in channel.sent if datagram.message.bth.opcode == Opcode.NACK]
+    first, again = transmissions(channel, 5)
+    assert len(nacks) == 1 and nacks[0].entropy == first.entropy
+    neth = nacks[0].message.need(Neth)
+    assert (neth.nack_reason, neth.nack_psn, neth.entropy) == (reason, 5, first.entropy)
+    assert neth.tx_timestamp == first.message.need(Tseth).tx_timestamp
+    assert again.entropy != first.entropy and again.message.bth.rtx == 1
+    requestor = channel.counters(A)[0]
+    assert requestor == {"sent": 16, "nacks": 1, "retransmitted": 1}  # no timeout, nothing inferred
+    assert (paths.changes[EvState.GOOD, EvState.SKIP] == 1) == (state == "skip")
+    assert channel.now_ns < 400_000 and channel.inside(B)[:1024] == payload(1024)
+
+
+def test_cut_again_and_again() -> None:
+    channel = Channel(one_bad(5, "trim", 6), SMALL)
+    channel.write(A, 0, payload(1024), 0)
+    channel.run()
+    assert len(transmissions(channel, 5)) == 7 and channel.counters(A)[0]["timeouts"] == 0
+    assert channel.done(A) == [0]
+
+
+def test_a_loss_is_inferred_from_a_later_packet_of_the_same_path() -> None:
+    channel = Channel(one_bad(2, "lose"), SMALL, active=2, probe_successes=2)
+    paths = channel.endpoints[A].pairs[QPNS[A]].requestor.paths
+    channel.write(A, 0, payload(2048), 0)
+    channel.run(until_ns=390_000)  # before any timeout
+    first, again = transmissions(channel, 2)
+    requestor = channel.counters(A)[0]
+    assert requestor["inferred"] == 1 == requestor["retransmitted"] and requestor["timeouts"] == 0
+    assert channel.done(A) == [0] and again.entropy != first.entropy
+    assert paths.state(first.entropy) is EvState.ASSUMED_BAD
+    later = channel.sent[channel.sent.index(again) + 1 :]
+    assert all(datagram.entropy != first.entropy for datagram in later if datagram.is_data)
+    channel.run()  # probes find the path well again
+    assert paths.state(first.entropy) is EvState.GOOD
+    assert channel.counters(B)[1]["probes"] == 2
+
+
+def test_gaps_alone_are_no_loss() -> None:
+    """A slow path: everything on one EV is late by many packets. Nothing is sent again, nobody suspected."""
+    slow: list[int] = []
+
+    def fate(datagram: Datagram) -> str:
+        if datagram.is_data and not slow:
+            slow.append(datagram.entropy)
+        return "late" if datagram.is_data and datagram.entropy == slow[0] else "pass"
+
+    channel = Channel(fate, SMALL, active=4)
+    channel.write(A, 0, payload(4096), 0)
+    channel.run()
+    requestor = channel.counters(A)[0]
+    assert requestor["retransmitted"] == requestor["inferred"] == requestor["timeouts"] == 0
+    assert channel.done(A) == [0]
+
+
+def test_the_last_packet_is_lost() -> None:
+    """Nothing later tells of it: its timeout does, after a probe has asked in vain."""
+    channel = Channel(one_bad(15, "lose"), SMALL)
+    channel.write(A, 0, payload(1024), 0)
+    channel.run()
+    first, again = transmissions(channel, 15)
+    requestor = channel.counters(A)[0]
+    assert (requestor["timeouts"], requestor["sack probes"], requestor["retransmitted"]) == (1, 1, 1)
+    paths = channel.endpoints[A].pairs[QPNS[A]].requestor.paths
+    assert paths.changes[EvState.GOOD, EvState.ASSUMED_BAD] == 1 and again.entropy != first.entropy
+    assert channel.done(A) == [0]
+
+
+def test_lost_sacks_are_asked_for_and_nobody_is_suspected() -> None:
+    lost: list[Datagram] = []
+
+    def fate(datagram: Datagram) -> str:
+        if datagram.message.bth.opcode == Opcode.SACK and not datagram.message.need(Seth).pr:
+            lost.append(datagram)
+            return "lose"
+        return "pass"
+
+    channel = Channel(fate, SMALL)
+    channel.write(A, 0, payload(512), 0)
+    channel.run()
+    requestor = channel.counters(A)[0]
+    assert lost and requestor == {"sent": 8, "sack probes": 1}
+    assert channel.done(A) == [0]
+
+
+def test_marks_skip_the_path_that_was_marked() -> None:
+    channel = Channel(one_bad(3, "mark"), SMALL, active=4)
+    paths = channel.endpoints[A].pairs[QPNS[A]].requestor.paths
+    channel.write(A, 0, payload(1024), 0)
+    channel.run()
+    sacks = [d.message.need(Seth) for d in channel.sent if d.message.bth.opcode == Opcode.SACK]
+    marked = [seth for seth in sacks if seth.m == EcnMark.SKIP_ONCE]
+    assert [seth.entropy for seth in marked] == [transmissions(channel, 3)[0].entropy]
+    assert channel.counters(A)[0]["marks"] == 1 and channel.counters(A)[0]["retransmitted"] == 0
+    assert paths.changes[EvState.GOOD, EvState.SKIP] == 1
+
+
+def test_retries_run_out() -> None:
+    channel = Channel(lambda datagram: "lose", QpSettings(64, 3000, timeout_ns=400_000, retries=3))
+    channel.write(A, 7, payload(100), 0)
+    channel.write(A, 8, payload(100), 100)
+    channel.run(until_ns=10_000_000)
+    assert channel.completions[A] == [Completion(QPNS[A], Kind.WRITE, n, Status.RETRY_EXCEEDED) for n in (7, 8)]
+    assert len(transmissions(channel, 0)) == 4
+    channel.write(A, 9, b"more", 0)
+    channel.run(until_ns=20_000_000)
+    assert channel.completions[A][2:] == [Completion(QPNS[A], Kind.WRITE, 9, Status.RETRY_EXCEEDED)]
+
+
+def test_who_was_not_running_blames_nobody() -> None:
+    channel = Channel(always, SMALL)
+    channel.write(A, 0, payload(512), 0)
+    channel.deliver(A, [])
+    sent = [datagram for datagram in channel.sent if datagram.is_data]
+    channel.now_ns = 50_000_000  # the answers lie in a socket, unread
+    channel.deliver(A, [])
+    requestor = channel.endpoints[A].pairs[QPNS[A]].requestor
+    assert requestor.counters["forgiven"] == 1 and requestor.counters["timeouts"] == 0
+    channel.run()
+    assert channel.done(A) == [0]
+    assert [d.message.bth.psn for d in channel.sent if d.is_data] == [d.message.bth.psn for d in sent]
+
+
+def test_other_nacks_wait_for_the_timeout_and_suspect_nobody() -> None:
+    channel = Channel(one_bad(7, "lose"), SMALL)
+    channel.write(A, 0, payload(512), 0)
+    channel.deliver(A, [])
+    lost = transmissions(channel, 7)[0]
+    neth = Neth(nack_reason=NackReason.NO_RESOURCE, nack_psn=7, entropy=lost.entropy)
+    channel.deliver(A, [Datagram(B, 0, message(Bth(Opcode.NACK, dqp=QPNS[A]), neth))])
+    channel.run()
+    requestor = channel.endpoints[A].pairs[QPNS[A]].requestor
+    assert requestor.counters["timeouts"] == 1 and channel.done(A) == [0]
+    assert requestor.paths.changes[EvState.GOOD, EvState.ASSUMED_BAD] == 0
+
+
+def test_an_old_nack_is_left_alone() -> None:
+    channel = Channel(always, SMALL, active=4)
+    channel.write(A, 0, payload(64), 0)
+    channel.deliver(A, [])
+    other = next(ev for ev in (0, 1) if ev != channel.sent[0].entropy)
+    neth = Neth(nack_reason=NackReason.TRIMMED, nack_psn=0, entropy=other)
+    channel.deliver(A, [Datagram(B, 0, message(Bth(Opcode.NACK, dqp=QPNS[A]), neth))])
+    channel.run()
+    assert channel.counters(A)[0] == {"sent": 1, "nacks": 1, "stale nacks": 1}
+
+
+# What the responder refuses. One valid write, changed in one place.
+
+
+def arriving(psn: int = 0, data: bytes = b"data", immediate: int | None = None, **reth: int) -> Datagram:
+    base = {"va": 0x10000, "r_key": 0, "dma_length": 4}
+    headers: list[Any] = [Meth(), Tseth(5), Reth(**{**base, **reth})]
+    opcode = Opcode.WRITE_ONLY
+    if immediate is not None:
+        opcode = Opcode.WRITE_ONLY_IMM
+        headers.append(Immdt(immediate))
+    return Datagram(A, 1, message(Bth(opcode, dqp=QPNS[B], psn=psn, a=1), *headers, payload=data))
+
+
+def answer(channel: Channel, datagram: Datagram) -> Any:
+    before = len(channel.sent)
+    channel.deliver(B, [datagram])
+    return channel.sent[before:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"r_key": 1}, NackReason.UNEXP_EVENT),
+        ({"va": 0x10000 - 1}, NackReason.UNEXP_EVENT),
+        ({"va": 0}, NackReason.UNEXP_EVENT),
+        ({"va": 0x10000 + 4096 - 3}, NackReason.UNEXP_EVENT),
+        ({"va": 0x10000 + 4096}, NackReason.UNEXP_EVENT),
+        ({"va": 2**64 - 1}, NackReason.UNEXP_EVENT),
+        ({"dma_length": 3}, NackReason.UNEXP_EVENT),
+        ({"psn": 128}, NackReason.PSN_OOR_WINDOW),
+        ({"psn": 0x7FFFFF}, NackReason.PSN_OOR_WINDOW),
+    ],
+)
+def test_refused_writes_change_no_memory(changes: dict[str, Any], reason: NackReason) -> None:
+    channel = Channel(always, QpSettings(64, mpr=128))
+    (sent,) = answer(channel, arriving(**{"r_key": channel.keys[B], **changes}))
+    neth = sent.message.need(Neth)
+    assert (neth.nack_reason, neth.nack_psn, sent.message.bth.dqp) == (reason, changes.get("psn", 0), QPNS[A])
+    assert channel.inside(B) == bytes(4096)
+
+
+@pytest.mark.parametrize("changes", [{}, {"va": 0x10000 + 4096 - 4}, {"psn": 127}])
+def test_writes_just_inside_are_placed(changes: dict[str, Any]) -> None:
+    channel = Channel(always, QpSettings(64, mpr=128))
+    (sent,) = answer(channel, arriving(**{"r_key": channel.keys[B], **changes}))
+    assert sent.message.bth.opcode == Opcode.SACK
+    start = changes.get("va", 0x10000) - 0x10000
+    assert channel.inside(B)[start : start + 4] == b"data"
+
+
+def test_sack_of_gaps_and_duplicates() -> None:
+    """PSNs 0, 2, 5 have come, then 2 again with other content: nothing is written twice."""
+    channel = Channel(always, QpSettings(64, mpr=128))
+    for psn in (0, 2, 5):
+        (sent,) = answer(channel, arriving(psn, r_key=channel.keys[B]))
+    seth, state = sent.message.need(Seth), sent.message.need(CcState)
+    assert (seth.cack_psn, seth.ack_psn_offset, seth.acked(), seth.entropy) == (0, 5, [2, 5], 1)
+    assert (state.tx_timestamp, state.ooo_count) == (5, 2)
+    assert state.rcvd_bytes == -(-3 * (14 + 124 + 4 + 4) // 256)  # three frames of 146 bytes, in units of 256
+    (sent,) = answer(channel, arriving(2, b"evil", r_key=channel.keys[B]))
+    assert sent.message.need(Seth).ack_psn_offset == 2 and channel.inside(B)[:4] == b"data"
+    (sent,) = answer(channel, arriving(0, b"evil", r_key=channel.keys[B]))
+    assert sent.message.need(Seth).ack_psn_offset == 0 and channel.inside(B)[:4] == b"data"
+    assert channel.counters(B)[1]["duplicates"] == 2
+
+
+def test_sacks_report_the_oldest_gap_and_the_trigger_in_turn() -> None:
+    channel = Channel(always, QpSettings(64, mpr=256))
+    bases = []
+    for psn in (100, 101, 102, 103):
+        (sent,) = answer(channel, arriving(psn, r_key=channel.keys[B]))
+        seth = sent.message.need(Seth)
+        bases.append((seth.cack_psn + seth.sack_offset) % (1 << 24))
+        assert (seth.cack_psn + seth.ack_psn_offset) % (1 << 24) == psn
+        assert set(seth.acked()) == (set() if bases[-1] == 0 else set(range(100, psn + 1)))
+    assert sorted(bases) == [0, 0, 64, 64]
+
+
+def test_immediates_wait_for_what_was_sent_before_and_are_limited() -> None:
+    channel = Channel(always, QpSettings(64, mpr=128, wimm_max=2))
+    for psn, expected in ((3, []), (1, []), (4, []), (0, [11]), (2, [11, 13])):
+        immediate = None if psn in (0, 2) else 10 + psn
+        sent = answer(channel, arriving(psn, immediate=immediate, r_key=channel.keys[B]))
+        assert channel.done(B, Kind.IMMEDIATE) == expected
+        if psn == 4:  # the third that waits
+            assert sent[0].message.need(Neth).nack_reason == NackReason.UNEXP_EVENT
+
+
+def test_a_write_without_rights_ends_the_writer() -> None:
+    channel = Channel(always, SMALL)
+    channel.endpoints[A].write(QPNS[A], 5, b"data", 0x10000, 0xBAD)
+    channel.run()
+    assert channel.completions[A] == [Completion(QPNS[A], Kind.WRITE, 5, Status.REMOTE_ERROR)]
+    assert channel.inside(B) == bytes(4096)
+
+
+def test_unregistered_memory_is_out_of_reach() -> None:
+    channel = Channel(always, SMALL)
+    channel.endpoints[B].unregister(channel.keys[B])
+    (sent,) = answer(channel, arriving(r_key=channel.keys[B]))
+    assert sent.message.need(Neth).nack_reason == NackReason.UNEXP_EVENT and channel.inside(B) == bytes(4096)
+
+
+def test_probe_answer() -> None:
+    channel = Channel(always, SMALL)
+    probe = message(Bth(Opcode.PROBE, dqp=QPNS[B]), Peth(probe_id=0xFEDC, tx_timestamp=77))
+    (sent,) = answer(channel, Datagram(A, 0x10001, probe, ce=True))
+    seth = sent.message.need(Seth)
+    assert (seth.pr, seth.probe_id, seth.m, seth.entropy) == (1, 0xFEDC, EcnMark.SKIP_ONCE, 0x10001)
+    assert sent.message.need(CcState).tx_timestamp == 77 and seth.cack_psn == 0xFFFFFF
+
+
+def test_what_belongs_to_nobody_is_counted() -> None:
+    channel = Channel(always, SMALL)
+    good = arriving(r_key=channel.keys[B])
+    stranger = good._replace(peer=1)
+    nowhere = good._replace(message=good.message._replace(bth=good.message.bth._replace(dqp=9)))
+    ack = Datagram(A, 0, message(Bth(Opcode.ACKNOWLEDGE, dqp=QPNS[B]), Aeth()))
+    cut = Datagram(A, 0, message(Bth(Opcode.PROBE, dqp=QPNS[B]), Peth()), trimmed=True)
+    for datagram in (stranger, nowhere, ack, cut):
+        assert answer(channel, datagram) == []
+    assert channel.endpoints[B].counters == {"unknown queue pair": 2, "not handled": 1, "trimmed control": 1}
+    assert channel.inside(B) == bytes(4096)
+
+
+# Hostile peers.
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.tuples(messages(), st.booleans(), st.booleans()), max_size=12), st.data())
+def test_hostile_packets_change_no_memory_and_stop_nobody(hostile: list[Any], data: st.DataObject) -> None:
+    """Any message to the right queue pair, before and after a transfer; only the key they cannot know is wrong.
+
+    Not during: a refused write is answered with UNEXP_EVENT, which ends the queue pair whose number was forged.
+    """
+    channel = Channel(always, SMALL)
+    strikes = iter(hostile)
+
+    def strike(count: int) -> None:
+        for content, trimmed, ce in itertools.islice(strikes, count):
+            for host, peer in (HOSTS, HOSTS[::-1]):
+                if content.bth.opcode == Opcode.NACK and content.need(Neth).nack_reason == NackReason.UNEXP_EVENT:
+                    continue  # a peer may end its own queue pair
+                bth = content.bth._replace(dqp=QPNS[host])
+                reth = content.get(Reth)
+                assert reth is None or reth.r_key != channel.keys[host]
+                channel.deliver(host, [Datagram(peer, 1, content._replace(bth=bth), ce, trimmed)])
+
+    strike(data.draw(st.integers(0, len(hostile))))
+    channel.run(until_ns=1_000_000)
+    assert channel.inside(A) == channel.inside(B) == bytes(4096)
+    channel.write(A, 0, payload(1000), 0)
+    channel.write(A, 1, payload(100), 1000, immediate=5)
+    channel.run(until_ns=channel.now_ns + 2_000_000_000)
+    assert channel.inside(B)[:1000] == payload(1000) and channel.inside(B)[1000:1100] == payload(100)
+    assert channel.inside(A) == bytes(4096)
+    assert channel.done(A) == [0, 1] and channel.done(B, Kind.IMMEDIATE) == [5]
+    strike(len(hostile))
+    assert channel.inside(B)[1100:] == bytes(2996)
+
+
+def test_mistakes_name_the_fix() -> None:
+    endpoint = Endpoint(random.Random(1))
+    with pytest.raises(MrcError, match="connect it first"):
+        endpoint.write(5, 0, b"", 0, 0)
+    with pytest.raises(MrcError, match="register"):
+        endpoint.unregister(5)
+    endpoint.connect(Identity(5, 1, 6), [0, 1], lambda ev: 0)
+    for qpn in (5, 2):
+        with pytest.raises(MrcError, match="reserved"):
+            endpoint.connect(Identity(qpn, 1, 6), [0], lambda ev: 0)
