@@ -219,6 +219,26 @@ def test_data_needs_its_rights(kept: Kept, lab: Lab, rights: int, reads: bool, w
     assert status == (nv.OK if writes else nv.DATA_TRANSFER_ERROR)
 
 
+@pytest.mark.parametrize(
+    "nsid,status",
+    [
+        (0, nv.INVALID_NAMESPACE),
+        (9, nv.INVALID_NAMESPACE),
+        (0xFFFFFFFE, nv.INVALID_NAMESPACE),
+        (0xFFFFFFFF, nv.INVALID_NAMESPACE),
+        (5, nv.INVALID_FIELD),
+        (8, nv.INVALID_FIELD),
+    ],
+)
+def test_namespaces_that_are_not_there(kept: Kept, lab: Lab, nsid: int, status: int) -> None:
+    """Invalid beyond NN (8), inactive below (Base figure 87)."""
+    queue, page = lab.open_pair(1, 8), kept.ram.buffer(PAGE)
+    for opcode in (nv.READ, nv.WRITE, nv.COMPARE, nv.WRITE_ZEROES, nv.DSM):
+        assert queue.do(lab, opcode, nsid=nsid, prp1=page.iova, cdw=[0, 4, 0]).status == status
+    everywhere = nsid == 0xFFFFFFFF
+    assert queue.do(lab, nv.FLUSH, nsid=nsid).status == (nv.OK if everywhere else status)
+
+
 BEYOND = [2048, 2047 + (1 << 32), 1 << 32, (1 << 54) + 5, (1 << 63) - 1, 1 << 63, (1 << 64) - 2048, (1 << 64) - 1]
 
 
