@@ -238,6 +238,29 @@ def test_invalid_doorbell_values_start_nothing(nvme: Nvme, shadow: bool) -> None
     assert {command.status for command in commands} == {nv.OK}
 
 
+def test_posted_writes_that_are_no_doorbells(nvme: Nvme) -> None:
+    """Messages of a doorbell's size and shape but of another region, count or offset do what they say, or nothing."""
+    queue = nvme.create_queue_pair(1, 8)
+    other = nvme.create_queue_pair(2, 8)
+    command = nvme.submit(queue, nv.FLUSH, nsid=NS_512, ring=False)
+    value = struct.pack("<I", 1)
+    for region, offset, count in ((4, 0x1008, 4), (7, 0x1008, 4), (9, 0x1008, 4), (0, 0x1008, 8), (0, 0x1008, 0)):
+        body = vu.REGION_ACCESS.pack(offset, region, count) + value
+        nvme.client.send(vu.REGION_WRITE, body, flags=vu.FLAG_NO_REPLY)
+    for offset in (2**64 - 8, 2**63 + 0x1008, 0x1008 - 2**32 + 2**64):
+        nvme.client.post_region_write(vu.BAR0, offset, value)
+    assert nvme.read32(nv.INTMS) == 0
+    nvme.client.post_region_write(vu.BAR0, nv.INTMS, value)
+    assert nvme.read32(nv.INTMS) == 1, "a posted write of a register"
+    nvme.client.post_region_write(vu.BAR0, nv.INTMC, value)
+    assert nvme.read32(nv.INTMS) == 0
+    for _ in range(10):
+        assert nvme.flush(other, NS_512) == nv.OK
+    assert not nvme.reap(queue.cq), "a message that is no doorbell of the queue rang it"
+    nvme.ring_sq(queue)
+    nvme.wait(command)
+
+
 def test_tail_ahead_of_what_was_written(nvme: Nvme) -> None:
     """The device executes stale entries; it answers each and neither crashes nor runs beyond the tail."""
     queue = nvme.create_queue_pair(1, 64)
