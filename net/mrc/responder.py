@@ -76,6 +76,7 @@ class Responder:
         self._unreported_packets = 0
         self._unreported_bytes = 0
         self._sacks = 0
+        self._open_ask: int | None = None  # asked for a SACK while something before it was missing
 
     def _number(self, psn: int) -> int:
         return self._expected + psn_distance(psn, psn_add(self.identity.peer_psn, self._expected))
@@ -97,7 +98,7 @@ class Responder:
             yield self._nack(datagram, reason)
             return
         self._place(datagram, number)
-        if self._is_due(datagram):
+        if self._is_due(datagram, number):
             yield self._sack(datagram, number)
 
     def _judge(self, datagram: Datagram, number: int) -> NackReason | None:
@@ -134,12 +135,18 @@ class Responder:
                 self.arrived.append(self._immediates.pop(self._expected))
             self._expected += 1
 
-    def _is_due(self, datagram: Datagram) -> bool:
+    def _is_due(self, datagram: Datagram, number: int) -> bool:
+        """Enough has come, or the packet wants it; an ask that came early counts again when its gap closes."""
         self._unreported_packets += 1
         self._unreported_bytes += max(SACK_COUNTS_BYTES_MIN, len(datagram.message.payload))
         bth, settings = datagram.message.bth, self.settings
+        closes = self._open_ask is not None and self._open_ask < self._expected
+        if closes:
+            self._open_ask = None
+        if bth.a and number >= self._expected:
+            self._open_ask = max(number, self._open_ask or 0)
         full = self._unreported_packets >= settings.sack_packets or self._unreported_bytes >= settings.sack_bytes
-        return bool(full or bth.a or bth.rtx or datagram.ce)
+        return bool(full or closes or bth.a or bth.rtx or datagram.ce)
 
     def on_probe(self, datagram: Datagram) -> Datagram:
         """A reliability probe: answered with a SACK that echoes its id and its path's mark."""

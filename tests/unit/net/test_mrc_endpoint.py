@@ -419,6 +419,22 @@ def test_sacks_report_the_oldest_gap_and_the_trigger_in_turn() -> None:
     assert sorted(bases) == [0, 0, 64, 64]
 
 
+def test_an_early_ask_is_answered_again_when_its_gap_closes() -> None:
+    """Packets that did not ask: 0 and 1 come after 2, which did."""
+    channel = Channel(always, SMALL)
+
+    def quiet(psn: int) -> Datagram:
+        datagram = arriving(psn, r_key=channel.keys[B])
+        bth = datagram.message.bth._replace(a=0)
+        return datagram._replace(message=datagram.message._replace(bth=bth))
+
+    assert [len(answer(channel, arriving(2, r_key=channel.keys[B])))] == [1]
+    assert answer(channel, quiet(1)) == []
+    (sent,) = answer(channel, quiet(0))
+    assert sent.message.need(Seth).cack_psn == 2
+    assert answer(channel, quiet(3)) == []
+
+
 def test_immediates_wait_for_what_was_sent_before_and_are_limited() -> None:
     channel = Channel(always, QpSettings(64, mpr=128, wimm_max=2))
     for psn, expected in ((3, []), (1, []), (4, []), (0, [11]), (2, [11, 13])):
