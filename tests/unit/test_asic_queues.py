@@ -330,8 +330,28 @@ def test_updates_of_commands_that_a_reset_has_dropped(kept: Kept, lab: Lab) -> N
     lab.plane.finish(slot, Result(0))
     lab.plane.inflight.state[:] = layout.FREE
     lab.plane.record.free_count = layout.SLOTS
+    lab.plane.record.hold = 1
+    lab.settle()
+    assert lab.plane.record.todo_end == lab.plane.record.todo_begin, "kept for later"
+    lab.plane.record.hold = 0
     lab.settle()
     assert not cq.reap() and int(lab.plane.record.free_count) == layout.SLOTS
+
+
+def test_updates_of_a_controller_that_is_gone(kept: Kept, lab: Lab) -> None:
+    """Its records may belong to another client by then."""
+    cq = lab.open_cq(0, 8)
+    sq = lab.open_sq(0, 8, cq)
+    sq.submit(nv.IDENTIFY)
+    sq.ring()
+    lab.settle()
+    (slot,) = lab.misses()
+    lab.plane.record.live = 0
+    lab.plane.finish(slot, Result(0))
+    lab.settle()
+    lab.plane.record.live = 1
+    lab.settle()
+    assert not cq.reap() and lab.plane.record.todo_end == lab.plane.record.todo_begin
 
 
 def test_dead_and_held_controllers_are_left_alone(kept: Kept, lab: Lab) -> None:
