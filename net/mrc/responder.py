@@ -43,6 +43,8 @@ from net.mrc.wire import (
 
 SACK_COUNTS_BYTES_MIN = 1024
 RCVD_UNIT_BYTES = 256
+SACK_BEFORE_TRIGGER = 47
+"""PSNs before the trigger that a SACK about it reports: many SACKs cover each, so none stays unreported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class Responder:
         self.counters["sacks"] += 1
         base = self._expected
         if trigger is not None and trigger >= base + SACK_BITS and self._sacks % 2:
-            base += (trigger - base) // SACK_BITS * SACK_BITS
+            base = trigger - SACK_BEFORE_TRIGGER
         bitmap = sum(1 << bit for bit in range(SACK_BITS) if base + bit in self._beyond) if self._beyond else 0
         probe = datagram.message.get(Peth)
         stamp = datagram.message.get(Tseth)
