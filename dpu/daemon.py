@@ -71,7 +71,12 @@ def parser() -> argparse.ArgumentParser:
     """The options of ``dpud``."""
     options = _Parser(prog="dpud", description="Serve NVMe controllers over vfio-user.", allow_abbrev=False)
     options.add_argument("-r", dest="rpc_socket", metavar="SOCKET", required=True, help="path of the RPC socket")
-    options.add_argument("-m", dest="cpus", metavar="CPUS", help="CPUs of the pollers: 0x3 or [0,2-3]")
+    options.add_argument(
+        "-m",
+        dest="cpus",
+        metavar="CPUS",
+        help="one poller bound to each CPU: 0x3 or [0,2-3] (default: one, not bound)",
+    )
     options.add_argument(
         "--watchdog",
         type=_seconds,
@@ -130,7 +135,8 @@ def serve(arguments: argparse.Namespace) -> None:
     :raises EmuError: it cannot start
     """
     allowed = sorted(os.sched_getaffinity(0))
-    cpus = parse_cpus(arguments.cpus, allowed) if arguments.cpus else allowed[:1]
+    # Without -m one poller that the scheduler places: bound to a CPU that a guest's vCPU uses too, it would starve.
+    cpus = parse_cpus(arguments.cpus, allowed) if arguments.cpus else []
     ready_fd: int | None = arguments.ready_fd
     if ready_fd is not None:
         try:
