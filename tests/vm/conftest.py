@@ -32,7 +32,7 @@ from emu.workloads.fio import run_fio
 # SGLs (nvme_map_user_request); at a reset that a program asks for (NVME_IOCTL_RESET).
 HARMLESS = re.compile(r"using unchecked data buffer|nvme\d+: resetting controller$")
 # The driver scans after each reset; the next reset cancels that scan's commands (-EINTR, Host Aborted Command).
-CUT_SHORT = re.compile(r"Identify .*failed \(-4\)|failed \(nsid=\d+, status=0x371\)")
+CUT_SHORT = re.compile(r"Identify .*failed \(-4\)|failed \(nsid=\d+, status=0x(371|fffffffc)\)")
 ALARMING = re.compile(
     r"timeout|polled|reset controller|Abort|duplicate ID|SUBNQN|I/O error|Removing after|hung|blocked for"
     r"|Device not ready|failed|invalid|missing",
