@@ -235,6 +235,16 @@ def test_doorbells_of_queues_that_are_not_there(kept: Kept, lab: Lab, qid: int) 
     assert lab.plane.record.bad_doorbell == layout.BAD_DOORBELL_REGISTER << 32 | 2 * qid + 1
 
 
+def test_doorbells_of_queues_that_were_deleted(kept: Kept, lab: Lab) -> None:
+    lab.open_pair(1, 8)
+    lab.plane.sqs[1].live = lab.plane.cqs[1].live = 0
+    for index in (TAIL_1, HEAD_1):
+        post_doorbell(kept, index, 3)
+        lab.settle(look=True)
+        assert lab.plane.record.bad_doorbell == layout.BAD_DOORBELL_REGISTER << 32 | index
+        lab.plane.record.bad_doorbell = 0
+
+
 def test_a_disabled_controller_has_nobody_to_tell(kept: Kept, lab: Lab) -> None:
     """Linux still rings the admin doorbells of a controller that it has just disabled."""
     lab.plane.sqs[0].live = 0
@@ -320,6 +330,7 @@ class Interleaving:
             self.advance()
 
         def poll(address: int, count: int, timeout_ms: int) -> int:
+            self.advance()  # between the last look and the system call
             flush()
             self.slept = True
             while True:

@@ -432,6 +432,7 @@ def test_no_interrupt_where_none_is_wanted(kept: Kept, lab: Lab) -> None:
     flushes(queue, 1)
     lab.settle()
     assert len(queue.cq.reap()) == 2 and kept.interrupts(1) == 0
+    assert int(lab.plane.cqs[1].signals) == 0
 
 
 # --------------------------------------------------------------------------------------------- counters and errors
