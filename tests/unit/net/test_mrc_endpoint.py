@@ -341,6 +341,66 @@ def test_an_old_nack_is_left_alone() -> None:
     assert channel.counters(A)[0] == {"sent": 1, "nacks": 1, "stale nacks": 1}
 
 
+def sack(cack: int, acked: list[int], rcvd: int, *, trigger: int | None = None, base: int | None = None) -> Datagram:
+    """A SACK as B would send it, made by hand; its bitmap starts behind ``cack`` unless told."""
+    base = cack + 1 if base is None else base
+    bitmap = sum(1 << psn - base for psn in acked)
+    offset = 0 if trigger is None else trigger - cack
+    seth = Seth(
+        ack_psn_offset=offset, cack_psn=cack & 0xFFFFFF, sack_offset=base - cack, bitmap=bitmap, entropy=0xFFFF
+    )
+    return Datagram(B, 0, message(Bth(Opcode.SACK, dqp=QPNS[A]), seth, CcState(rcvd_bytes=rcvd)))
+
+
+def started(packets: int, **paths: int) -> tuple[Channel, list[int]]:
+    """A channel on which A has sent so many packets and hears only what a test makes; the EVs in order."""
+    channel = Channel(lambda _: "lose", SMALL, **paths)
+    channel.write(A, 0, payload(64 * packets), 0)
+    channel.deliver(A, [])
+    return channel, [datagram.entropy for datagram in channel.sent]
+
+
+@pytest.mark.parametrize(("rcvd", "inferred"), [(10, 0), (20, 0), (21, 1), (0xFFFFF0, 0)])
+def test_only_the_newest_sack_shows_losses(rcvd: int, inferred: int) -> None:
+    """PSN 3 came, on the EV of PSN 1, says a SACK that does not report on 1. The next one shows 1 missing: if it is
+    older than the first, 1 may have come since."""
+    channel, evs = started(6, active=2)
+    assert evs[1] == evs[3] != evs[0]
+    channel.deliver(A, [sack(-1, [], 20, trigger=3, base=64), sack(-1, [], rcvd)])
+    assert channel.counters(A)[0]["inferred"] == inferred
+
+
+def test_what_was_sent_again_tells_nothing_of_its_path() -> None:
+    """PSN 0 is sent again on the EV of PSN 1. Its first transmission may be what arrived: nothing is known of 1."""
+    channel, evs = started(2, active=2)
+    neth = Neth(nack_reason=NackReason.TRIMMED_LASTHOP, nack_psn=0, entropy=evs[0])
+    channel.deliver(A, [Datagram(B, 0, message(Bth(Opcode.NACK, dqp=QPNS[A]), neth))])
+    assert [datagram.entropy for datagram in channel.sent] == [
+        evs[0],
+        evs[1],
+        evs[1],
+    ]  # not the NACK's EV, though its turn
+    channel.deliver(A, [sack(0, [], 10)])
+    assert channel.counters(A)[0]["inferred"] == 0
+
+
+def test_what_waits_to_be_sent_again_is_not_in_flight() -> None:
+    """All paths out, a cut packet waits; then it turns out to have arrived after all: it is not taken off twice."""
+    channel, evs = started(6, active=2)
+    requestor = channel.endpoints[A].pairs[QPNS[A]].requestor
+    whole = requestor.inflight_bytes
+    for ev in (0, 1, 0x10000, 0x10001):
+        requestor.paths.deny(ev)
+    neth = Neth(nack_reason=NackReason.TRIMMED, nack_psn=0, entropy=evs[0])
+    channel.deliver(A, [Datagram(B, 0, message(Bth(Opcode.NACK, dqp=QPNS[A]), neth))])
+    assert requestor.inflight_bytes == whole * 5 // 6 and len(channel.sent) == 6
+    channel.deliver(A, [sack(0, [], 10)])
+    assert requestor.inflight_bytes == whole * 5 // 6
+    requestor.paths.allow(0)
+    channel.deliver(A, [])
+    assert len(channel.sent) == 6  # and it is not sent again
+
+
 # What the responder refuses. One valid write, changed in one place.
 
 
