@@ -25,7 +25,7 @@ from dpu.fastpath.atomics import load_u64, store_u64, ticks
 from dpu.fastpath.jit import JIT, compiled
 from dpu.fastpath.uring import NoRing, Ring
 
-SPIN_PASSES = 200
+SPIN_PASSES = 50
 IDLE_MS = 250
 _EVENT = (1).to_bytes(8, "little")
 
