@@ -410,7 +410,7 @@ async def run_programs(stage_vm: Any, path: str, rounds: int) -> tuple[int, int,
 
 @pytest.mark.parametrize(
     ("device", "nsid", "rounds"),
-    [("card.disk", 1, 1), pytest.param("card.files", 2, 60, marks=pytest.mark.slow)],
+    [("card.disk", 1, 1), pytest.param("card.files", 2, 60, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 async def test_programs_from_our_disk(
     stage: Stage, device: str, nsid: int, rounds: int, record_property: Any
