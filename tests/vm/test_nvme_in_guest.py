@@ -27,13 +27,11 @@ pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 
 MIB = 1 << 20
 
-# iomem=relaxed: Debian's kernel does not let nvme-cli map the registers of a controller with a driver.
 SCENARIO = """
 [vm.guest]
 vcpus = 2
 memory = "512M"
 nvme = ["card.disk", "card.files"]
-kernel_args = "iomem=relaxed"
 
 [dpu.card.nvme.disk]
 serial = "QA-0001"
