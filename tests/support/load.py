@@ -155,10 +155,17 @@ class Load:
         self.running[command.cid] = _Running(command, operation, lba, blocks, buffer, data)
 
     def _reap(self) -> None:
-        before = self.queue.completed
-        self.nvme.wait_until(self.queue.cq, lambda: self.queue.completed > before, "any completion of the load")
-        for cid in [cid for cid, run in self.running.items() if run.command.completion is not None]:
+        """Check what has completed; wait only if nothing has: a wait for another command reaps too."""
+        if not self._collect():
+            before = self.queue.completed
+            self.nvme.wait_until(self.queue.cq, lambda: self.queue.completed > before, "any completion of the load")
+            self._collect()
+
+    def _collect(self) -> bool:
+        done = [cid for cid, run in self.running.items() if run.command.completion is not None]
+        for cid in done:
             self._check(self.running.pop(cid))
+        return bool(done)
 
     def _check(self, run: _Running) -> None:
         what = f"{run.operation} of {run.blocks} blocks at LBA {self.first + run.lba}"

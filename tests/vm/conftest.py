@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import re
 import shutil
 from collections.abc import Generator, Iterator
@@ -59,7 +60,8 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage(request: pytest.FixtureRequest) -> Iterator[Stage]:
     folder = Path(request.config.getoption("--dpu-emu-out") or request.config.rootpath / "out" / "test")
-    out = folder.absolute() / request.module.__name__.rpartition(".")[2]
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")  # two of them may run tests of one module
+    out = folder.absolute() / f"{request.module.__name__.rpartition('.')[2]}{worker}"
     shutil.rmtree(out, ignore_errors=True)
     scenario = parse(request.module.SCENARIO, f"{out.name}.toml", request.path.parent)
     accel = cast(Literal["auto", "kvm", "tcg"], request.config.getoption("--dpu-emu-accel"))
