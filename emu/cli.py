@@ -187,7 +187,7 @@ def _load(name: str) -> Any:
             with resources.as_file(packaged[f"{name}.toml"]) as path:
                 return load(path)
         known = ", ".join(sorted(file.removesuffix(".toml") for file in packaged if file.endswith(".toml")))
-        raise EmuError(f"there is no scenario {name}", f"give the path of a file, or a packaged one: {known}")
+        raise _usage(f"there is no scenario {name}", f"give the path of a file, or a packaged one: {known}")
     return load(Path(name))
 
 

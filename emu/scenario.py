@@ -189,7 +189,7 @@ def load(path: Path) -> Scenario:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise EmuError(f"cannot read {path}: {error.strerror}", "give the path of a scenario file") from error
+        raise ScenarioError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
         raise ScenarioError([Problem(f"{path}:1", "the file is not UTF-8 text")]) from error
     return parse(text, str(path), path.parent)
