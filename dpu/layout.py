@@ -50,7 +50,6 @@ DOORBELLS_OFFSET: Final = 0x1000  # in BAR0 (CAP.DSTRD 0)
 BAR_BYTES: Final = PAGE
 BLOB_BYTES: Final = 256 << 10  # each half of control's own state (dpu.channel.ConfigStore)
 RING_ENTRIES: Final = 8192
-EVENTS: Final = 16
 
 
 def _fields(dtype: Any) -> dict[str, tuple[Any, int]]:
@@ -83,7 +82,6 @@ def _words(*names: str, size: int = 0) -> Any:
 SQE: Final = _signed(SubmissionEntry)
 CQE: Final = np.dtype(CompletionEntry)
 RANGE: Final = _signed(DsmRange)
-WORD: Final = np.dtype("<i8")
 
 # ---------------------------------------------------------------------------------------------- kept: state area
 
@@ -194,7 +192,6 @@ SQ_BYTES: Final = SQ.itemsize
 CQ_BYTES: Final = CQ.itemsize
 INFLIGHT_STATE: Final = offset_of(INFLIGHT, "state")
 SQ_FETCHED: Final = offset_of(SQ, "fetched")
-SQ_LIVE: Final = offset_of(SQ, "live")
 CQ_POSTED: Final = offset_of(CQ, "posted")
 
 # ------------------------------------------------------------------------------------------------- worker-local
