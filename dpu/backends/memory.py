@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
 import uuid as uuids
 from collections.abc import Iterable
@@ -22,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dpu.backends.base import Backend, Kind, check_geometry, os_error
-
-log = logging.getLogger(__name__)
+from dpu.errors import RpcError
 
 # (folder, limit, use) of the control group that a container sees as its root: version 2, version 1.
 _CGROUPS = (
@@ -50,15 +48,11 @@ class MemoryBackend(Backend):
         promised_bytes = sum(other.unwritten_bytes() for other in others if isinstance(other, MemoryBackend))
         available_bytes = memory_available_bytes()
         if size_bytes + promised_bytes > available_bytes:
-            log.error(
-                "bdev %s needs %d MiB; of %d MiB available %d MiB are promised to other memory bdevs: "
-                "make it smaller, or use a file (bdev_aio_create)",
-                name,
-                size_bytes >> 20,
-                available_bytes >> 20,
-                promised_bytes >> 20,
+            raise RpcError(
+                -errno.ENOMEM,
+                f"{os.strerror(errno.ENOMEM)}: bdev {name} needs {size_bytes >> 20} MiB; of {available_bytes >> 20} "
+                f"MiB available {promised_bytes >> 20} MiB are promised to other memory bdevs",
             )
-            raise os_error(errno.ENOMEM)
         fd = os.memfd_create(f"dpu-bdev-{uuid}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size_bytes)

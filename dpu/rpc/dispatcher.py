@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import difflib
 import errno
+import itertools
 import json
 import logging
 import math
 import re
 import uuid as uuids
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -41,6 +42,7 @@ TIMEOUT_S = 30.0
 
 _REQUEST_KEYS = {"jsonrpc", "id", "method", "params"}
 _LOGGED_CHARS_MAX = 200
+_NEAR = 0.75  # difflib's ratio for "ai" and "aio", and more than that of "raid" and "aio"
 
 
 class BadParam(Exception):
@@ -240,8 +242,8 @@ class Dispatcher:
     async def _call(self, name: str, given: Any) -> Any:
         method = self.methods.get(name)
         if method is None:
-            near = difflib.get_close_matches(name, self.methods, n=1)
-            log.warning("method %s not found%s", _short(name), f", did you mean {near[0]}?" if near else "")
+            near = nearest(name, self.methods)
+            log.warning("method %s not found%s", _short(name), f", did you mean {near}?" if near else "")
             raise METHOD_NOT_FOUND
         if not method.params and given is not None:
             raise RpcError(INVALID_PARAMS.code, f"{name} method requires no parameters")
@@ -273,6 +275,16 @@ class Dispatcher:
         except Exception:
             log.exception("%s failed", method.name)
             raise INTERNAL_ERROR from None
+
+
+def nearest(name: str, methods: Iterable[str]) -> str:
+    """The method meant by a slip of the finger, "" for none: each word is near, for most names share most words."""
+    words = name.split("_")
+    for method in difflib.get_close_matches(name, methods, n=3, cutoff=0.8):
+        pairs = itertools.zip_longest(words, method.split("_"), fillvalue="")
+        if all(difflib.SequenceMatcher(None, *pair).ratio() >= _NEAR for pair in pairs):
+            return method
+    return ""
 
 
 def parse(text: bytes) -> Any:

@@ -65,6 +65,7 @@ def test_memory_beyond_the_machine_is_refused_at_once(monkeypatch: pytest.Monkey
         with pytest.raises(RpcError) as error:
             MemoryBackend.create("b", 512, 2 * MIB // 512, UUID, [first])
         assert refusal(error) == errno.ENOMEM
+        assert "bdev b needs 2 MiB; of 3 MiB available 2 MiB are promised" in error.value.message
         # What the first has written is no longer a promise: the kernel's figure has it already.
         os.pwrite(first.fd, b"x" * (2 * MIB), 0)
         MemoryBackend.create("b", 512, 2 * MIB // 512, UUID, [first]).close()

@@ -12,7 +12,7 @@ import pytest
 
 from dpu.errors import RpcError
 from dpu.rpc import dispatcher
-from dpu.rpc.dispatcher import BadParam, Dispatcher, Method, Param, Then, decode
+from dpu.rpc.dispatcher import BadParam, Dispatcher, Method, Param, Then, decode, nearest
 from dpu.rpc.framing import FramingError
 
 UUID = "11111111-2222-3333-4444-555555555555"
@@ -188,6 +188,23 @@ def test_the_log_says_which_key(params: Any, told: list[str], caplog: pytest.Log
 def test_the_log_names_the_nearest_method(caplog: pytest.LogCaptureFixture) -> None:
     assert call("verzion")["error"] == {"code": -32601, "message": "Method not found"}
     assert "version" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("bdev_malloc_crate", "bdev_malloc_create"),
+        ("bdev_get_bdev", "bdev_get_bdevs"),
+        ("bdev_ai_create", "bdev_aio_create"),
+        ("bdev_raid_create", ""),
+        ("bdev_lvol_create", ""),
+        ("nvmf_subsystem_add_host", ""),
+        ("", ""),
+    ],
+)
+def test_only_a_near_method_is_suggested(name: str, meant: str) -> None:
+    known = ["bdev_malloc_create", "bdev_get_bdevs", "bdev_aio_create", "bdev_null_create", "nvmf_subsystem_add_ns"]
+    assert nearest(name, known) == meant
 
 
 def test_our_fault_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
