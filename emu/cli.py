@@ -3,8 +3,9 @@
 Exit codes: 0 it worked; 1 a workload failed; 2 the command line or the scenario is wrong; 3 this machine or its
 network lacks something; 130 interrupted (143: by SIGTERM).
 
-With --json, standard output is one JSON document, also when something goes wrong: then it is
-``{"ok": false, "error": {"message", "fix", "exit_code"}}``. Progress goes to standard error.
+With --json, standard output is one JSON document, also when something goes wrong or is interrupted: then it is
+``{"ok": false, "error": {"message", "fix", "exit_code"}}``, with ``"problems": [{"where", "message"}]`` for a
+scenario. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dpu.errors import EmuError
 
 # Everything else is imported by the command that needs it, so that none waits for another's.
 
 _LOG_COLUMNS = 120  # a log has no width of its own
-OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED = 0, 1, 2, 3, 130
+OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
-_EXIT_CODES = "exit codes: 0 worked, 1 a workload failed, 2 wrong usage or scenario, 3 something is missing here"
+_EXIT_CODES = """\
+exit codes: 0 worked, 1 a workload failed, 2 wrong usage or scenario, 3 something is missing here,
+            130 interrupted (143: by SIGTERM)"""
 _RUN_EXAMPLES = """\
 examples:
   emu run demo                                       the packaged scenario
@@ -41,24 +44,40 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    arguments = _parser().parse_args(argv)
-    command: Callable[[argparse.Namespace], int] = arguments.command
+    words = sys.argv[1:] if argv is None else argv
+    as_json = "--json" in words  # needed before the words are known to make sense
     try:
+        arguments = _parser().parse_args(words)
+        as_json = arguments.json
+        command: Callable[[argparse.Namespace], int] = arguments.command
         return command(arguments)
     except EmuError as error:
-        return _complain(error, arguments.json)
+        return _complain(error, as_json)
     except KeyboardInterrupt:
-        print("emu: interrupted; the lab is down", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted(INTERRUPTED, as_json)
+    except SystemExit as ended:
+        if ended.code == TERMINATED:
+            return _interrupted(TERMINATED, as_json)
+        raise  # --help, --version
     except BrokenPipeError:  # `emu images list | head`
         sys.stderr.close()
         return FAILED
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message, f"see `{self.prog} --help`")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="emu", description="Virtual machines on emulated DPUs.", epilog=_EXIT_CODES)
+    parser = _Parser(
+        prog="emu",
+        description="Virtual machines on emulated DPUs.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"dpu-emu {metadata.version('dpu-emu')}")
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON document on standard output")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -102,13 +121,14 @@ def _parser() -> argparse.ArgumentParser:
 
     clean = add("clean", _clean, "Remove what crashed labs left behind, and nothing else.")
     clean.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    clean.add_argument("--kept", action="store_true", help="also what `emu run --keep` has left")
 
     doctor = add("doctor", _doctor, "Check what this machine has and lacks, with the fix for each.")
     doctor.add_argument("--offline", action="store_true", help="do not ask the network")
     doctor.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
 
     images = add("images", _images, "Guest images in the cache.", _IMAGES_HELP)
-    images.add_argument("verb", choices=tuple(_IMAGES))
+    images.add_argument("verb", choices=tuple(_IMAGES), metavar="VERB", help=" | ".join(_IMAGES))
     return parser
 
 
@@ -136,15 +156,14 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.dry_run:
             from emu import dryrun
-            from emu.paths import runtime_dir
 
-            directory = runtime_dir("labs").parent / "my"  # not made here
-            planned = plan(config, prepare(config, progress), directory)
+            place = dryrun.place(config.name)
+            planned = plan(config, prepare(config, progress), place.directory, place.files)
             progress.close()
             if arguments.json:
-                _print_json(dryrun.as_json(config, planned, directory))
+                _print_json(dryrun.as_json(config, planned, place))
             else:
-                print(dryrun.as_shell(config, planned, directory), end="")
+                print(dryrun.as_shell(config, planned, place), end="")
             return OK
         _make_room(out)
         report = Report(scenario.name, scenario.to_json(), error="the run has not come to its end")
@@ -201,10 +220,14 @@ def scenario_of_options(nvme: Sequence[str], workloads: Sequence[str]) -> Any:
     names = [f"disk{number}" for number in range(len(nvme))]
     for text in workloads or ["verify"]:
         head, options = _split_options(text)
-        kind, _, main = head.partition(":")
-        if main and kind in WORKLOADS:
+        kind, colon, main = head.partition(":")
+        if colon and kind in WORKLOADS:
             if not WORKLOADS[kind].main:
                 raise _usage(f"--workload {text}: {kind} takes nothing after a colon", f"write {kind},KEY=VALUE")
+            if not main:
+                raise _usage(
+                    f"--workload {text}: nothing follows the colon", f"write {kind}:{WORKLOADS[kind].main.upper()}"
+                )
             options = {WORKLOADS[kind].main: main, **options}
         for name in names:
             table.append({"type": kind, "device": f"card.{name}", **options})
@@ -253,16 +276,7 @@ def _make_room(out: Path) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from emu.scenario import ScenarioError
-
-    try:
-        scenario = _load(arguments.scenario)
-    except ScenarioError as error:
-        if not arguments.json:
-            raise
-        problems = [{"where": problem.where, "message": problem.message} for problem in error.problems]
-        _print_json({"ok": False, "problems": problems})
-        return USAGE
+    scenario = _load(arguments.scenario)
     if arguments.json:
         _print_json({"ok": True, "problems": [], "scenario": scenario.to_json()})
     else:
@@ -277,13 +291,17 @@ def _clean(arguments: argparse.Namespace) -> int:
 
     from emu import ledger
 
-    found = ledger.clean(dry_run=arguments.dry_run)
+    found = ledger.clean(dry_run=arguments.dry_run, kept=arguments.kept)
+    kept = [] if arguments.kept else ledger.kept()
     if arguments.json:
-        _print_json({"ok": True, "removed": not arguments.dry_run, "found": [asdict(one) for one in found]})
+        rows = {"found": [asdict(one) for one in found], "kept": [asdict(one) for one in kept]}
+        _print_json({"ok": True, "removed": not arguments.dry_run, **rows})
     else:
         for one in found:
             print(f"{'would remove' if arguments.dry_run else 'removed'} {one.kind} {one.what} of lab {one.lab}")
-        if not found:
+        for one in kept:
+            print(f"left {one.what} of lab {one.lab}, which was to be kept (emu clean --kept removes it)")
+        if not found and not kept:
             print("nothing to clean")
     return OK
 
@@ -379,8 +397,13 @@ def _complain(error: EmuError, as_json: bool) -> int:
 
     code = USAGE if isinstance(error, ScenarioError | _UsageError) else ENVIRONMENT
     if as_json:
-        document = {"message": error.message, "fix": error.hint, "exit_code": code}
-        _print_json({"ok": False, "error": document})
+        document: dict[str, Any] = {
+            "ok": False,
+            "error": {"message": error.message, "fix": error.hint, "exit_code": code},
+        }
+        if isinstance(error, ScenarioError):
+            document["problems"] = [{"where": one.where, "message": one.message} for one in error.problems]
+        _print_json(document)
     else:
         for line in error.message.splitlines():
             print(f"emu: error: {line}", file=sys.stderr)
@@ -389,6 +412,14 @@ def _complain(error: EmuError, as_json: bool) -> int:
         details = str(error).removeprefix(EmuError.__str__(error)).strip("\n")
         if details:
             print(details, file=sys.stderr)
+    return code
+
+
+def _interrupted(code: int, as_json: bool) -> int:
+    if as_json:
+        _print_json({"ok": False, "error": {"message": "interrupted; the lab is down", "fix": "", "exit_code": code}})
+    else:
+        print("emu: interrupted; the lab is down", file=sys.stderr)
     return code
 
 

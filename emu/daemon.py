@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -38,6 +39,11 @@ from emu.process import Process, tail, tree_cpu_s
 
 START_LIMIT_S = 300.0  # the first start compiles the pollers, on a loaded host for minutes
 RPC_LIMIT_S = 60.0
+_FIXES = {  # of an RPC that fails, by its code: -errno
+    -errno.ENOMEM: 'make the namespace smaller, or take backend = "file"',
+    -errno.EBUSY: "end the lab or the program that uses the file, or give another path",
+    -errno.EACCES: "see the file's permissions, or give another path",
+}
 _RESTART = re.compile(r"worker \d+ died \(.*\), \d+ serves after ([\d.]+) ms")  # dpu/keeper.py
 
 
@@ -222,13 +228,13 @@ class Dpu:
             said = await asyncio.wait_for(_read_some(ready), START_LIMIT_S)
         except TimeoutError:
             await self.process.kill()
-            raise self.error(f"dpud is not ready after {START_LIMIT_S:.0f} s") from None
+            raise self.error(f"dpud is not ready after {START_LIMIT_S:.0f} s", f"its log is {self.log}") from None
         except BaseException:
             await self.process.kill()
             raise
         if not said:
             code = await self.process.terminate()
-            raise self.error(f"dpud ended with {code} before it was ready")
+            raise self.error(f"dpud ended with {code} before it was ready", f"its log is {self.log}")
 
     async def configure(self) -> None:
         """Make it what ``config`` says; makes the back ends' files first."""
@@ -256,7 +262,7 @@ class Dpu:
             raise
         except JSONRPCException as error:
             code, text = _rpc_error(error.message)
-            raise self.error(f"{method}: {text}", code=code) from error
+            raise self.error(f"{method}: {text}", _FIXES.get(code or 0, ""), code) from error
         except OSError as error:
             raise self.error(f"{method}: {error.strerror}") from error
         sock.close()

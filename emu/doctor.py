@@ -91,13 +91,15 @@ def _made(name: str, check: Callable[[Asked], tuple[Status, str, str]], asked: A
 
 
 def _print_table(checks: Sequence[Check]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("", "need", "found", "fix"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for may_wrap in (False, False, True):
+        table.add_column(no_wrap=not may_wrap, overflow="fold")  # folds a path that is longer than a line
     colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     for check in checks:
         status = f"[{colours[check.status]}]{check.status}[/]"
-        table.add_row(status, check.name, escape(check.found), escape(check.fix))
+        table.add_row(status, check.name, escape(check.found))
+        if check.fix:
+            table.add_row("", "", f"[bold]fix:[/] {escape(check.fix)}")
     Console().print(table)
 
 

@@ -1,5 +1,8 @@
 """What `emu run` would start, as lines for a shell: for "my QEMU, your dpud" and the other way round.
 
+The lines work as they are, pasted piece by piece or all at once: daemons and VMs run in the background, and the last
+lines wait for the VMs, end the daemons and remove what was made. Every plan has directories of its own.
+
 The commands are :func:`emu.lab.plan`'s, which are those of the lab itself. ``SPDK_RPC`` has a row for each JSON-RPC
 method in it: the arguments that make spdk-rpc send the same.
 
@@ -9,14 +12,19 @@ Limits: spdk-rpc takes the size of a null namespace in whole MiB only, and refus
 from __future__ import annotations
 
 import itertools
+import secrets
 import shlex
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from emu.lab import LabConfig, Plan
+from emu.paths import cache_dir, runtime_path
 
 _MIB = 1 << 20
+_PATIENCE = ["-r", "600", "-t", "300"]  # tries, 0.2 s apart, and seconds: the first dpud compiles its pollers
 
 SPDK_RPC: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "nvmf_create_transport": lambda p: ["-t", p["trtype"]],
@@ -31,40 +39,74 @@ SPDK_RPC: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
 }
 
 
-def as_json(config: LabConfig, plan: Plan, directory: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Place:
+    """Directories of one plan. ``directory``: sockets and logs; ``files``: back-end files that are not the user's."""
+
+    directory: Path
+    files: Path
+
+
+def place(name: str) -> Place:
+    """Where a lab of that name would be, under a name that no other plan has; nothing is made."""
+    directory = runtime_path("labs") / f"{name[:16]}-{secrets.token_hex(4)}"
+    return Place(directory, cache_dir() / "files" / directory.name)
+
+
+def as_json(config: LabConfig, plan: Plan, place: Place) -> dict[str, Any]:
     """The plan as one JSON object; every command is a list of words."""
+    files = dict(_files(config, plan))
+    own = [place.files] if any(path.parent == place.files for path in files) else []
+    made = [*_with_parents(place.directory, 2), *_directories(plan, place.directory)]
     return {
-        "directories": [str(path) for path in _directories(plan, directory)],
-        "files": {str(path): size for path, size in _files(config, plan)},
+        "directories": [
+            str(path) for path in (*made, *(parent for path in own for parent in _with_parents(path, 1)))
+        ],
+        "files": {str(path): size for path, size in files.items() if not path.exists()},
+        "temporary": [str(path) for path in (place.directory, *own)],
         "dpus": {
-            name: {"dpud": command, "spdk_rpc": [_spdk_rpc(directory / name, *call) for call in plan.rpc[name]]}
+            name: {
+                "dpud": command,
+                "spdk_rpc": [_spdk_rpc(place.directory / name, *call) for call in plan.rpc[name]],
+            }
             for name, command in plan.dpus.items()
         },
         "vms": {name: {"qemu": command, "devices": _devices(command)} for name, command in plan.vms.items()},
     }
 
 
-def as_shell(config: LabConfig, plan: Plan, directory: Path) -> str:
-    """The plan as lines that a shell can run piece by piece."""
-    return "\n".join(_lines(as_json(config, plan, directory))) + "\n"
+def as_shell(config: LabConfig, plan: Plan, place: Place) -> str:
+    """The plan as lines for a shell (sh, bash, zsh)."""
+    return "\n".join(_lines(as_json(config, plan, place))) + "\n"
 
 
 def _lines(plan: dict[str, Any]) -> Iterator[str]:
     yield "# Directories for sockets and logs, files for back ends"
     yield f"mkdir -p -m 700 {shlex.join(plan['directories'])}"
     yield from (f"truncate -s {size_bytes} {shlex.quote(path)}" for path, size_bytes in plan["files"].items())
-    for name, dpu in plan["dpus"].items():
-        yield f"\n# DPU {name}: the daemon, which stays in the foreground; in another shell its configuration"
-        yield shlex.join(dpu["dpud"])
+    for number, (name, dpu) in enumerate(plan["dpus"].items()):
+        yield f"\n# DPU {name}: the daemon and its configuration"
+        yield f"{shlex.join(dpu['dpud'])} & dpu{number}=$!"
         yield from map(shlex.join, dpu["spdk_rpc"])
-    for name, vm in plan["vms"].items():
+    for number, (name, vm) in enumerate(plan["vms"].items()):
         yield f"\n# VM {name}; a QEMU of your own needs shared memory (memory-backend-memfd,share=on) and"
         yield from (f"#   -device {shlex.quote(device)}" for device in vm["devices"])
-        yield shlex.join(vm["qemu"])
+        yield f"{shlex.join(vm['qemu'])} & vm{number}=$!"
+    vms, dpus = ([f"${kind}{number}" for number in range(len(plan[f"{kind}s"]))] for kind in ("vm", "dpu"))
+    yield "\n# The end of the VMs; paste the last line to end everything before that"
+    yield f"wait {' '.join(vms)}"
+    yield f"kill {' '.join([*vms, *dpus])} 2>/dev/null; wait; rm -r {shlex.join(plan['temporary'])}"
 
 
 def _spdk_rpc(directory: Path, method: str, parameters: dict[str, Any]) -> list[str]:
-    return ["spdk-rpc", "-s", str(directory / "rpc"), method, *map(str, SPDK_RPC[method](parameters))]
+    beside = Path(sys.executable).with_name("spdk-rpc")  # of this virtual environment, which need not be activated
+    command = [str(beside) if beside.exists() else "spdk-rpc", *_PATIENCE, "-s", str(directory / "rpc")]
+    return [*command, method, *map(str, SPDK_RPC[method](parameters))]
+
+
+def _with_parents(path: Path, count: int) -> list[Path]:
+    """``path`` and ``count`` directories above it, from the top: mkdir -p gives only those named its mode."""
+    return [*reversed(path.parents[:count]), path]
 
 
 def _directories(plan: Plan, directory: Path) -> Iterator[Path]:

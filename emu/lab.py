@@ -4,7 +4,7 @@
     async with Lab(config, platform, progress) as lab:
         disk = lab.vms["web"].device("card.fast")      # disk.namespaces == ("nvme0n1",)
         await lab.vms["web"].exec(["lsblk"], timeout_s=10)
-    print(plan(config, platform))                      # the same, as commands and RPC calls; nothing is started
+    print(plan(config, platform, directory, files))    # the same, as commands and RPC calls; nothing is started
 
 In the output folder: <vm>/{console.log, qemu.log, qemu.txt, dmesg.txt} and <dpu>/dpud.log.
 Parameters: see LabConfig.
@@ -81,8 +81,8 @@ class Plan:
     rpc: dict[str, list[tuple[str, dict[str, Any]]]]
 
 
-def plan(config: LabConfig, platform: Platform, directory: Path) -> Plan:
-    """The commands of the lab with its sockets and logs in ``directory``; for "my QEMU, your dpud".
+def plan(config: LabConfig, platform: Platform, directory: Path, files: Path) -> Plan:
+    """The commands of the lab with its sockets and logs in ``directory`` and its own back-end files in ``files``.
 
     Each VM's controllers are on its command line here; a lab plugs the same JSON in with ``device_add``.
     """
@@ -95,7 +95,7 @@ def plan(config: LabConfig, platform: Platform, directory: Path) -> Plan:
             command += ["-device", json.dumps(device_json(socket, f"{dpu}.{controller}", port))]
         vms[vm.name] = command
     dpus = {dpu.name: dpud_command(dpu, directory / dpu.name / "rpc") for dpu in config.dpus}
-    rpc = {dpu.name: rpc_calls(dpu, directory / dpu.name, directory) for dpu in config.dpus}
+    rpc = {dpu.name: rpc_calls(dpu, directory / dpu.name, files) for dpu in config.dpus}
     return Plan(vms, dpus, rpc)
 
 
@@ -137,7 +137,7 @@ class Lab:
 
     def _make_directories(self) -> None:
         self.ledger = Ledger.create(self.config.name)
-        self.out = (self.config.out or self.ledger.directory / "out").absolute()
+        self.out = (self.config.out or self.ledger.directory / "_out").absolute()  # no VM or DPU has such a name
         files = cache_dir("files") / self.ledger.directory.name
         self.ledger.path(files)
         files.mkdir(mode=0o700)

@@ -4,11 +4,12 @@
     ledger.path(backing_file)              # removed with the lab
     ledger.process(identity, "qemu vm0")   # killed with the lab
     ledger.close()                         # the normal end
-    for found in clean(): print(found)     # `emu clean`: what dead labs left; living ones are left alone
+    ledger.close(keep=True)                # the normal end of a lab that is to be kept: nothing is removed
+    for found in clean(): print(found)     # `emu clean`: what dead labs left; living and kept ones are left alone
 
 The file has one JSON object a line, each written by one write(2): first the owner, then {"add": ...} and
-{"drop": ...}. A last line that a crash cut off is ignored: what it would have named was not used yet.
-A lab lives while its owner does, told by pid, start time and boot.
+{"drop": ...}; {"keep": true} is the last of a lab that was kept. A last line that a crash cut off is ignored: what
+it would have named was not used yet. A lab lives while its owner does, told by pid, start time and boot.
 Errors: EmuError when the runtime directory cannot be used.
 """
 
@@ -33,7 +34,7 @@ _DRAFT = ".draft-"
 
 @dataclass(frozen=True)
 class Leftover:
-    """One thing of a dead lab that ``clean`` has found: a process (what it was) or a path."""
+    """One thing of a lab that is over: a process (what it was) or a path."""
 
     lab: str
     kind: Literal["process", "path"]
@@ -83,10 +84,12 @@ class Ledger:
         self._write(drop="path", path=str(path))
 
     def close(self, keep: bool = False) -> None:
-        """All processes have ended: remove the paths, the directory and the book; ``keep``: only the book."""
-        if not keep:
-            for path in (*self._paths, self.directory):
-                _remove(path)
+        """All processes have ended: remove the paths, the directory and the book; ``keep``: nothing."""
+        if keep:
+            self._write(keep=True)
+            return
+        for path in (*self._paths, self.directory):
+            _remove(path)
         self.book.unlink(missing_ok=True)
 
     def _write(self, **entry: Any) -> None:
@@ -97,50 +100,87 @@ class Ledger:
             os.close(fd)
 
 
-def clean(root: Path | None = None, dry_run: bool = False) -> list[Leftover]:
-    """Remove what labs with a dead owner have left; with ``dry_run`` only say what that is."""
+@dataclass
+class Book:
+    """What a lab's book says. ``paths``: what goes away with it, its directory last."""
+
+    file: Path
+    owner: Identity
+    processes: dict[Identity, str]
+    paths: list[Path]
+    kept: bool = False
+
+    @property
+    def lab(self) -> str:
+        return self.file.stem
+
+    @property
+    def living(self) -> bool:
+        """The lab runs."""
+        return not self.kept and self.owner.alive()
+
+    def left_paths(self) -> list[Leftover]:
+        return [Leftover(self.lab, "path", str(path)) for path in self.paths if os.path.lexists(path)]
+
+
+def books(root: Path | None = None) -> list[Book]:
+    """The books of all labs, living, dead and kept."""
+    found = []
+    for file in sorted((root or runtime_dir("labs")).glob("*" + _SUFFIX)):
+        try:
+            found.append(_read(file))
+        except FileNotFoundError:  # its owner, or an `emu clean`, was faster
+            continue
+    return found
+
+
+def kept(root: Path | None = None) -> list[Leftover]:
+    """What labs that were to be kept have left."""
+    return [one for book in books(root) if book.kept for one in book.left_paths()]
+
+
+def clean(root: Path | None = None, dry_run: bool = False, kept: bool = False) -> list[Leftover]:
+    """Remove what labs with a dead owner have left; with ``dry_run`` only say what that is.
+
+    ``kept``: also what labs have left that were to be kept. A book of those whose paths are gone goes too.
+    """
     root = root or runtime_dir("labs")
     found: list[Leftover] = []
-    for book in sorted(root.glob("*" + _SUFFIX)):
-        try:
-            owner, processes, paths = _read(book)
-        except FileNotFoundError:  # its owner, or another `emu clean`, was faster
+    for book in books(root):
+        if book.living or (book.kept and not kept and book.left_paths()):
             continue
-        if owner.alive():
-            continue
-        lab = book.stem
-        directory = book.with_suffix("")
-        living = {identity: what for identity, what in processes.items() if identity.alive()}
-        found += [Leftover(lab, "process", f"{what}, pid {one.pid}") for one, what in living.items()]
-        found += [Leftover(lab, "path", str(path)) for path in (*paths, directory) if os.path.lexists(path)]
+        living = {identity: what for identity, what in book.processes.items() if identity.alive()}
+        found += [Leftover(book.lab, "process", f"{what}, pid {one.pid}") for one, what in living.items()]
+        found += book.left_paths()
         if dry_run:
             continue
         for identity in living:
             identity.kill()
         _await_end(list(living))
-        for path in (*paths, directory):
+        for path in book.paths:
             _remove(path)
-        book.unlink(missing_ok=True)
+        book.file.unlink(missing_ok=True)
     for draft in root.glob("*" + _DRAFT + "*"):
         if Identity.of(int(draft.name.rpartition("-")[2])) is None:
             draft.unlink(missing_ok=True)
     return found
 
 
-def _read(book: Path) -> tuple[Identity, dict[Identity, str], list[Path]]:
-    entries = list(_entries(book))
-    owner = Identity(**entries[0]["owner"])
-    processes: dict[Identity, str] = {}
-    paths: list[Path] = []
+def _read(file: Path) -> Book:
+    entries = list(_entries(file))
+    book = Book(file, Identity(**entries[0]["owner"]), {}, [])
     for entry in entries[1:]:
         match entry:
             case {"add": "process", "identity": identity, "what": what}:
-                processes[Identity(**identity)] = what
+                book.processes[Identity(**identity)] = what
             case {"add": "path", "path": path}:
-                paths.append(Path(path))
+                book.paths.append(Path(path))
             case {"drop": "path", "path": path}:
-                paths.remove(Path(path))
-    return owner, processes, paths
+                book.paths.remove(Path(path))
+            case {"keep": True}:
+                book.kept = True
+    book.paths.append(file.with_suffix(""))
+    return book
 
 
 def _entries(book: Path) -> Iterator[dict[str, Any]]:

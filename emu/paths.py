@@ -51,26 +51,34 @@ def _home() -> Path:
         ) from error
 
 
-def runtime_dir(name: str) -> Path:
-    """A directory for the sockets of ``name``, made when missing; only this user can enter it."""
+def runtime_path(name: str) -> Path:
+    """Where ``runtime_dir`` makes the directory of ``name``; nothing is made here."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))
     below = Path(f"dpu-emu-{os.getuid()}")
     too_long = len(os.fsencode(base / below / name)) + _SOCKET_NAME_BYTES > SOCKET_PATH_BYTES_MAX
     # sudo keeps XDG_RUNTIME_DIR of the user who called it, and a login that is over has taken it away
     if not base.is_absolute() or too_long or not _is_ours(base):
         base = Path("/tmp")
-    path = base / below
-    for directory in (path, path / name):
+    return base / below / name
+
+
+def runtime_dir(name: str) -> Path:
+    """A directory for the sockets of ``name``, made when missing; only this user can enter it."""
+    path = runtime_path(name)
+    for directory in (path.parent, path):
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise EmuError(f"cannot make the runtime directory {directory}: {error.strerror}") from error
+            raise EmuError(
+                f"cannot make the runtime directory {directory}: {error.strerror}",
+                "set XDG_RUNTIME_DIR to a directory of your own",
+            ) from error
         if not _is_ours(directory):
             raise EmuError(
                 f"{directory} is not a directory that belongs to you alone",
                 "remove it, or set XDG_RUNTIME_DIR to a directory of your own",
             )
-    return path / name
+    return path
 
 
 def _is_ours(directory: Path) -> bool:

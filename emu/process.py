@@ -134,7 +134,9 @@ class Process:
                     preexec_fn=die_with_parent,
                 )
             except OSError as error:
-                raise EmuError(f"cannot start {what}: {argv[0]}: {error.strerror}") from error
+                raise EmuError(
+                    f"cannot start {what}: {argv[0]}: {error.strerror}", "see whether that runs"
+                ) from error
         return cls(popen, log, what, ledger)
 
     @property

@@ -37,7 +37,9 @@ async def run(scenario: Scenario, config: LabConfig, progress: Progress, report:
     async with Lab(config, platform, progress) as lab:
         if config.keep and lab.ledger is not None:
             own = lab.ledger.directory
-            progress.note(f"Kept: {own} (sockets) and {cache_dir('files', own.name)} (back-end files)")
+            progress.note(
+                f"Kept: {own} (sockets), {cache_dir('files', own.name)} (files); `emu clean --kept` removes them"
+            )
         report.start_seconds = time.monotonic() - began_s
         report.vms = {name: VmReport(vm.restored) for name, vm in lab.vms.items()}
         for params in scenario.workloads:
@@ -51,11 +53,14 @@ async def run(scenario: Scenario, config: LabConfig, progress: Progress, report:
 async def workload(lab: Lab, kind: str, progress: Progress | None = None, **params: Any) -> Result:
     """Runs one workload of the table in ``lab``; ``params`` as in a scenario.
 
-    ``vm`` and ``device`` may be left out where there is one. EmuError for parameters that are wrong.
+    ``vm`` may be left out where there is one, or one with ``device``; ``device`` where the VM has one. EmuError for
+    parameters that are wrong.
     """
-    vm = params.get("vm") or _only(lab.vms, "VM")
+    device = params.get("device")
+    owners = {name: vm for name, vm in lab.vms.items() if device and split_device(device) in vm.config.dpus}
+    vm = params.get("vm") or _only(owners or lab.vms, "VM")
     devices = {f"{dpu}.{controller}": None for dpu, controller in lab.vms[vm].config.dpus}
-    device = params.get("device") or _only(devices, "controller")
+    device = device or _only(devices, "controller")
     try:
         checked = WORKLOADS[kind].params.model_validate({**params, "type": kind, "vm": vm, "device": device})
     except ValidationError as error:

@@ -17,9 +17,11 @@
     type = "fio"
     rw = "randread"
 
-A workload's ``vm`` and ``device`` may be left out where the scenario has one VM, or the VM one controller.
+A workload's ``vm`` may be left out where the scenario has one VM or ``device`` is attached to one; its ``device``
+where its VM has one controller.
 
-Limits: names are 1 to 16 lower-case letters, digits, ``-`` and ``_``, because sockets are named after them.
+Limits: names are 1 to 16 lower-case letters, digits, ``-`` and ``_``, because sockets are named after them. A
+scenario is checked for this machine: its CPUs, its memory, the files that the scenario names.
 
 Errors: :class:`ScenarioError` holds every problem of the file at once, each with its line and, for a name
 that is not known, the nearest one that is.
@@ -28,24 +30,31 @@ that is not known, the nearest one that is.
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import stat
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from dpu.backends.memory import memory_available_bytes
 from dpu.errors import EmuError
 from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
 from emu.toml_lines import Path as KeyPath
 from emu.toml_lines import key_lines, line_of
-from emu.units import Size
+from emu.units import Size, format_size
+from emu.vm import ROOT_PORTS_MAX
 from emu.workloads import WORKLOADS, Params
+from emu.workloads.base import BlockDevice
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,15}")
-_BLOCK = 4096
+_SIZE_MAX = 2**63 - 1  # bytes: what off_t can say
+CONTROLLERS_MAX = 64
+"""Of one DPU: what its workers have tables for."""
 
 
 class _Spec(BaseModel):
@@ -63,6 +72,8 @@ class NamespaceSpec(_Spec):
     def _consistent(self) -> NamespaceSpec:
         if self.path is not None and self.backend != "file":
             raise ValueError(f'path goes with backend = "file", not with "{self.backend}"')
+        if self.size > _SIZE_MAX:
+            raise ValueError(f"size {self.size} is too large; the largest is {format_size(_SIZE_MAX)}")
         if self.size % self.block_size:
             raise ValueError(f"size {self.size} is not a multiple of block_size {self.block_size}")
         return self
@@ -77,7 +88,7 @@ class ControllerSpec(_Spec):
 class DpuSpec(_Spec):
     cpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
     """Host CPUs of its pollers; none: the daemon's own choice."""
-    nvme: dict[str, ControllerSpec] = {}
+    nvme: dict[str, ControllerSpec] = Field(default={}, max_length=CONTROLLERS_MAX)
 
 
 class VmSpec(_Spec):
@@ -88,7 +99,7 @@ class VmSpec(_Spec):
     kernel_args: str = ""
     disk: str | None = None
     qemu_args: tuple[str, ...] = ()
-    nvme: tuple[str, ...] = ()
+    nvme: tuple[str, ...] = Field(default=(), max_length=ROOT_PORTS_MAX)
 
     @model_validator(mode="after")
     def _consistent(self) -> VmSpec:
@@ -239,7 +250,8 @@ class _Checker:
         dpus = self.named_parts("dpu", DpuSpec)
         vms = self.named_parts("vm", VmSpec)
         self.check_attachments()
-        self.check_shared(dpus)
+        self.check_shared(vms, dpus)
+        self.check_machine(vms, dpus)
         workloads = self.workloads()
         if not self.document.get("vm"):
             self.problem((), "there is no VM; add a table such as [vm.web]")
@@ -259,9 +271,16 @@ class _Checker:
             part = self.part(model, raw, path)
             if part is not None:
                 parts[name] = part
-            if kind == "dpu" and isinstance(raw, dict) and isinstance(raw.get("nvme"), dict):
-                for controller in raw["nvme"]:
-                    self.check_name((*path, "nvme", controller), controller)
+            if kind == "vm" and name in _table(self.document.get("dpu")):
+                self.problem(
+                    path, f'"{name}" is the name of a DPU too; their folders would be one: rename one of them'
+                )
+            for controller in _table(_table(raw).get("nvme")) if kind == "dpu" else ():
+                self.check_name((*path, "nvme", controller), controller)
+                if controller == "rpc":
+                    self.problem(
+                        (*path, "nvme", controller), '"rpc" is the name of the DPU\'s RPC socket; take another'
+                    )
         return parts
 
     def check_name(self, path: KeyPath, name: str) -> None:
@@ -295,21 +314,80 @@ class _Checker:
                     self.problem(path, f'controller "{device}" is attached already, to VM "{taken[device]}"')
                 taken.setdefault(device, name)
 
-    def check_shared(self, dpus: Mapping[str, DpuSpec]) -> None:
-        """No two controllers have one serial number, no two namespaces one file."""
+    def check_shared(self, vms: Mapping[str, VmSpec], dpus: Mapping[str, DpuSpec]) -> None:
+        """No two controllers have one serial number, no two namespaces or disks one file."""
         serials: set[str] = set()
         files: set[Path] = set()
+
+        def take(path: KeyPath, name: str | None) -> None:
+            file = None if name is None else (self.folder / name).resolve()
+            if file in files:
+                self.problem(path, f"file {name} is used twice; give each its own")
+            files.update(() if file is None else (file,))
+
+        for path, controller in _controllers(dpus):
+            if controller.serial in serials:
+                self.problem((*path, "serial"), f'serial "{controller.serial}" is used twice')
+            serials |= {controller.serial} - {""}
+            for index, spec in enumerate(controller.namespaces):
+                take((*path, "namespaces", index, "path"), spec.path)
+        for name, vm in vms.items():
+            take(("vm", name, "disk"), vm.disk)
+
+    def check_machine(self, vms: Mapping[str, VmSpec], dpus: Mapping[str, DpuSpec]) -> None:
+        """This machine has the CPUs, the memory and the files."""
+        allowed = sorted(os.sched_getaffinity(0))
         for name, dpu in dpus.items():
-            for controller_name, controller in dpu.nvme.items():
-                path: KeyPath = ("dpu", name, "nvme", controller_name)
-                if controller.serial in serials:
-                    self.problem((*path, "serial"), f'serial "{controller.serial}" is used twice')
-                serials |= {controller.serial} - {""}
-                for index, spec in enumerate(controller.namespaces):
-                    file = None if spec.path is None else (self.folder / spec.path).resolve()
-                    if file in files:
-                        self.problem((*path, "namespaces", index, "path"), f"file {spec.path} is used twice")
-                    files |= set() if file is None else {file}
+            for index, cpu in enumerate(dpu.cpus):
+                if cpu not in allowed:
+                    shown = ", ".join(map(str, allowed))
+                    self.problem(("dpu", name, "cpus", index), f"CPU {cpu} is not available; allowed: {shown}")
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for name, vm in vms.items():
+            if vm.memory > total:
+                message = f"{format_size(vm.memory)} are more than this machine has; at most {format_size(total)}"
+                self.problem(("vm", name, "memory"), message)
+            for key, rights in (("kernel", os.R_OK), ("initrd", os.R_OK), ("disk", os.R_OK | os.W_OK)):
+                if (value := getattr(vm, key)) is not None:
+                    self.check_file(("vm", name, key), self.folder / value, rights)
+        promised, available = 0, memory_available_bytes()
+        for path, controller in _controllers(dpus):
+            for index, spec in enumerate(controller.namespaces):
+                at = (*path, "namespaces", index)
+                if spec.backend == "memory":
+                    if promised <= available < promised + spec.size:
+                        self.problem(
+                            (*at, "size"),
+                            f"memory namespaces need {format_size(promised + spec.size)} up to here, and "
+                            f'{format_size(available)} are available; make them smaller, or take backend = "file"',
+                        )
+                    promised += spec.size
+                elif spec.path is not None:
+                    self.check_back_end((*at, "path"), self.folder / spec.path, spec.size)
+
+    def check_file(self, path: KeyPath, file: Path, rights: int) -> None:
+        """``file`` is there for ``rights`` (os.R_OK, ...)."""
+        if file.is_dir() or not file.exists():
+            self.problem(path, f"there is no file {file}")
+        elif not os.access(file, rights):
+            self.problem(path, f"{file} cannot be {'written' if rights & os.W_OK else 'read'}; see its permissions")
+
+    def check_back_end(self, path: KeyPath, file: Path, size: int) -> None:
+        """A namespace's file can be made, or is one of its size, or a block device."""
+        if not file.exists():
+            if not file.parent.is_dir():
+                self.problem(path, f"there is no folder {file.parent}; make it, or give another path")
+            elif not os.access(file.parent, os.W_OK | os.X_OK):
+                self.problem(path, f"no file can be made in {file.parent}; see its permissions, or give another path")
+            return
+        mode, found = file.stat().st_mode, file.stat().st_size
+        if not stat.S_ISREG(mode) and not stat.S_ISBLK(mode):
+            self.problem(path, f"{file} is neither a file nor a block device; give another path")
+        elif stat.S_ISREG(mode) and found != size:
+            fix = f"write size = {found}" if found else "remove it, and it is made anew"
+            self.problem(path, f"{file} has {found} bytes, the namespace {size}; {fix}, or give another path")
+        else:
+            self.check_file(path, file, os.R_OK | os.W_OK)
 
     def attached(self, vm: str) -> list[str]:
         """The controllers that the document gives to ``vm``, known or not."""
@@ -339,82 +417,106 @@ class _Checker:
             self.problem(at, "type is missing" if kind is None else _unknown("workload type", kind, WORKLOADS))
             return None
         params = self.part(WORKLOADS[kind].params, raw, path)
+        files = self.files(raw, WORKLOADS[kind].paths, path)
         common = params or self.common(raw)
-        if common is None:
+        vm, device = self.place(common, path)
+        if params is None:
             return None
-        vm = self.chosen_vm(common, path)
-        device = self.chosen_device(common, vm, path) if vm else ""
-        return params and params.model_copy(
-            update={
-                "vm": vm,
-                "device": device,
-                "name": params.name or kind,
-                **self.files(params, WORKLOADS[kind].paths, path),
-            }
-        )
+        self.check_fit(params, device, path)
+        return params.model_copy(update={"vm": vm, "device": device, "name": params.name or kind, **files})
 
-    def common(self, raw: Mapping[str, Any]) -> Params | None:
+    def common(self, raw: Mapping[str, Any]) -> Params:
         """What every workload has, out of one whose own parameters are wrong."""
-        try:
-            return Params.model_validate({key: raw[key] for key in Params.model_fields if key in raw})
-        except ValidationError:
-            return None
+        values: dict[str, Any] = {"type": ""}
+        for key in Params.model_fields.keys() & raw.keys():
+            try:
+                Params.model_validate({"type": "", key: raw[key]})
+            except ValidationError:
+                continue
+            values[key] = raw[key]
+        return Params.model_validate(values)
 
-    def files(self, params: Params, keys: Iterable[str], path: KeyPath) -> dict[str, str]:
+    def files(self, raw: Mapping[str, Any], keys: Iterable[str], path: KeyPath) -> dict[str, str]:
         """The user's files among the parameters, by key, relative to the scenario's folder no more."""
         files: dict[str, str] = {}
         for key in keys:
-            value = getattr(params, key)
-            if value is not None:
+            value = raw.get(key)
+            if isinstance(value, str) and value:
                 files[key] = str(self.folder / value)
-                if not Path(files[key]).is_file():
-                    self.problem((*path, key), f"there is no file {files[key]}")
+                self.check_file((*path, key), self.folder / value, os.R_OK)
         return files
 
-    def chosen_vm(self, params: Params, path: KeyPath) -> str:
-        """The VM it names, or the only one; "" with a problem otherwise."""
-        names = list(_table(self.document.get("vm")))
-        if params.vm in names:
-            return params.vm
-        if params.vm:
-            self.problem((*path, "vm"), _unknown("VM", params.vm, names))
-        elif len(names) == 1:
-            return names[0]
-        elif names:
-            self.problem(path, f"vm is missing; one of: {', '.join(names)}")
-        return ""
-
-    def chosen_device(self, params: Params, vm: str, path: KeyPath) -> str:
-        """The device it names, or its VM's only one; "" with a problem otherwise."""
+    def place(self, params: Params, path: KeyPath) -> tuple[str, str]:
+        """Its VM and its device, as it names them or as there is only one; "" with a problem otherwise."""
+        vms, devices = list(_table(self.document.get("vm"))), self.devices()
+        device = params.device
+        owners = [vm for vm in vms if device in self.attached(vm)]
+        if params.vm and params.vm not in vms:
+            self.problem((*path, "vm"), _unknown("VM", params.vm, vms))
+        if device and device not in devices:
+            self.problem((*path, "device"), _unknown("controller", device, self.attached(params.vm) or devices))
+        elif device and not owners:
+            vm = params.vm or "VM"
+            self.problem((*path, "device"), f'"{device}" is not attached to a VM; add it to vm.{vm}.nvme')
+        elif device and params.vm in vms and params.vm not in owners:
+            message = f'"{device}" is attached to VM "{owners[0]}"; write vm = "{owners[0]}", or leave vm out'
+            self.problem((*path, "vm"), message)
+        if device:
+            self.check_nsid(params, device, path)
+            return params.vm or (owners or [""])[0], device
+        vm = params.vm or (vms[0] if len(vms) == 1 else "")
+        if not vm and vms:
+            several = [one for one in vms if self.attached(one)]
+            self.problem(path, f"vm or device is missing; a VM: {', '.join(several or vms)}")
+        if vm not in vms:
+            return "", ""
         attached = self.attached(vm)
-        if params.device and params.device not in attached:
-            elsewhere = params.device in self.devices()
-            self.problem(
-                (*path, "device"),
-                f'"{params.device}" is not attached to VM "{vm}"; add it to vm.{vm}.nvme'
-                if elsewhere
-                else _unknown("controller", params.device, attached),
-            )
-        elif not params.device and len(attached) != 1:
+        if len(attached) != 1:
             self.problem(
                 path,
                 f"device is missing; one of: {', '.join(attached)}"
                 if attached
                 else f'VM "{vm}" has no controller to work on; add nvme = ["DPU.CONTROLLER"] to it',
             )
-        else:
-            device = params.device or attached[0]
-            self.check_nsid(params, device, path)
-            return device
-        return ""
+            return vm, ""
+        self.check_nsid(params, attached[0], path)
+        return vm, attached[0]
 
-    def check_nsid(self, params: Params, device: str, path: KeyPath) -> None:
+    def namespaces(self, device: str) -> Any:
+        """What the document says of the namespaces of ``device``, right or wrong."""
         dpu, controller = split_device(device)
         raw = _table(_table(_table(_table(self.document.get("dpu")).get(dpu)).get("nvme")).get(controller))
-        namespaces = raw.get("namespaces", [{}])
-        if isinstance(namespaces, list) and params.nsid > len(namespaces):
+        return raw.get("namespaces", [{}])
+
+    def check_nsid(self, params: Params, device: str, path: KeyPath) -> None:
+        namespaces = self.namespaces(device)
+        if device in self.devices() and isinstance(namespaces, list) and params.nsid > len(namespaces):
             count = len(namespaces)
             self.problem((*path, "nsid"), f'controller "{device}" has namespace{"s" * (count > 1)} 1 to {count}')
+
+    def check_fit(self, params: Params, device: str, path: KeyPath) -> None:
+        """What the workload says of the namespace that it is to work on, as far as that is known by now."""
+        check, namespaces = WORKLOADS[params.type].check, self.namespaces(device)
+        if check is None or device not in self.devices() or params.nsid > len(namespaces):
+            return
+        try:
+            spec = NamespaceSpec.model_validate(namespaces[params.nsid - 1])
+        except (ValidationError, KeyError, TypeError):  # that has its own problem
+            return
+        if spec.path is not None and (self.folder / spec.path).is_block_device():
+            return
+        name = f"namespace {params.nsid} of {device}"
+        try:
+            check(params, BlockDevice(name, device, params.nsid, spec.block_size, spec.size))
+        except EmuError as error:
+            self.problem(path, f"{error.message}; {error.hint}")
+
+
+def _controllers(dpus: Mapping[str, DpuSpec]) -> Iterator[tuple[KeyPath, ControllerSpec]]:
+    """Every controller and where it is."""
+    for name, dpu in dpus.items():
+        for controller_name, controller in dpu.nvme.items():
+            yield ("dpu", name, "nvme", controller_name), controller
 
 
 def _table(raw: Any) -> Mapping[str, Any]:

@@ -66,15 +66,16 @@ class _Scanner:
         self.at += 2 if is_array else 1
         keys = self._keys("]")
         self.at += 2 if is_array else 1
+        end, self.at = self.at, start
         path: Path = ()
         for position, key in enumerate(keys):
             path += (key,)
+            self._mark(path)
             if is_array and position == len(keys) - 1:
                 self.array_lengths[path] = self.array_lengths.get(path, 0) + 1
             if path in self.array_lengths:
                 path += (self.array_lengths[path] - 1,)
-        end, self.at = self.at, start
-        self._mark(path)
+            self._mark(path)
         self.at = end
         return path
 

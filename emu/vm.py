@@ -355,8 +355,15 @@ class Vm:
         except BaseException as error:
             await self.kill()
             if isinstance(error, QMPError):
-                raise self.error(f"QEMU refuses to start the guest: {error}") from error
-            raise
+                error = self.error(f"QEMU refuses to start the guest: {error}")
+            if isinstance(error, VmError) and not error.hint:
+                error.hint = self._own_parts() or f"its console is {self.paths.console}"
+            raise error
+
+    def _own_parts(self) -> str:
+        """What of the VM is the operator's, and so may be why it does not start."""
+        parts = [key for key in ("qemu_args", "kernel", "kernel_args", "disks") if getattr(self.config, key)]
+        return f"check the VM's own {', '.join(parts)}" if parts else ""
 
     async def _bring_up(self, restore: Path | None) -> None:
         self._qmp = QMPClient(self.name)

@@ -137,6 +137,7 @@ class Workload:
 
     ``main``: the parameter that follows the type's colon on the command line (``fio:randread``).
     ``paths``: parameters that are files of the user's, relative to the scenario.
+    ``check``: EmuError for parameters that a device of that size and block size cannot serve; before the lab starts.
     ``run``: raises :class:`WorkloadError` when the guest's data or a program in the guest is wrong.
     """
 
@@ -144,6 +145,7 @@ class Workload:
     run: Callable[[Any, Context], Awaitable[Result]]
     main: str = ""
     paths: tuple[str, ...] = ()
+    check: Callable[[Any, BlockDevice], object] | None = None
 
 
 def tail(output: bytes, lines: int = 5) -> str:

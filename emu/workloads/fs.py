@@ -28,11 +28,13 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from emu.units import DurationSeconds, Size
-from emu.workloads.base import Context, Params, Result, Sample, Workload, WorkloadError
+from dpu.errors import EmuError
+from emu.units import DurationSeconds, Size, format_size
+from emu.workloads.base import BlockDevice, Context, Params, Result, Sample, Workload, WorkloadError
 
 _MOUNT = "/mnt/emu"
 _SCRIPT = "/tmp/fs_guest.py"
+_XFS_MIN = 300 << 20  # bytes; mkfs.xfs refuses less
 
 _MKFS = {"ext4": ["mkfs.ext4", "-q", "-F"], "xfs": ["mkfs.xfs", "-q", "-f"]}
 _FSCK = {"ext4": ["fsck.ext4", "-f", "-n"], "xfs": ["xfs_repair", "-n"]}
@@ -137,4 +139,15 @@ async def _program(context: Context, arguments: list[str], timeout_s: float) -> 
     return document
 
 
-WORKLOAD = Workload(FsParams, run, main="fs")
+def check(params: FsParams, device: BlockDevice) -> None:
+    """EmuError when the file system cannot be that small, or the files do not fit."""
+    smallest = max(params.size, _XFS_MIN if params.fs == "xfs" else 0)
+    if device.size < smallest or device.size == params.size:  # the file system itself needs room too
+        raise EmuError(
+            f"{params.fs} with {format_size(params.size)} of files needs more than {format_size(device.size)}, "
+            f"which {device.path} has",
+            "make the namespace bigger, or lower the workload's size",
+        )
+
+
+WORKLOAD = Workload(FsParams, run, main="fs", check=check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -15,13 +16,15 @@ import pytest
 
 import emu.lab
 import emu.run
+import emu.scenario
 from dpu.errors import EmuError
 from emu import cli
 from emu.accel import Accel
 from emu.daemon import rpc_calls
-from emu.dryrun import as_json
+from emu.dryrun import Place, as_json
 from emu.images import Image
 from emu.lab import plan
+from emu.paths import runtime_path
 from emu.qemu import Qemu
 from emu.report import Report
 from emu.scenario import ScenarioError, parse
@@ -51,6 +54,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(emu.lab, "prepare", lambda config, progress: PLATFORM)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(emu.scenario, "memory_available_bytes", lambda: 8 << 30)
 
 
 def written(text: str, name: str = "x.toml") -> str:
@@ -81,7 +86,8 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] and document["scenario"]["vm"]["web"]["memory"] == 512 << 20
     assert cli.main(["check", "--json", written("[vm.a]\nx = 1\n")]) == 2
-    assert json.loads(capsys.readouterr().out)["problems"][0]["where"] == "x.toml:2"
+    document = json.loads(capsys.readouterr().out)
+    assert document["problems"][0]["where"] == "x.toml:2" and document["error"]["exit_code"] == 2
 
 
 # -- errors and exit codes
@@ -122,31 +128,69 @@ def test_what_is_missing_on_the_machine_is_exit_code_3(
         assert said.err.endswith("emu: error: no luck\n  fix: get some\nlast console lines:\n  panic\n")
 
 
-@pytest.mark.parametrize("arguments", [["no-such-command"], [], ["run", "--accel", "xen"], ["images"]])
-def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code == 2
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no-such-command"], "no-such-command"),
+        ([], "COMMAND"),
+        (["run", "--accel", "xen"], "xen"),
+        (["images"], "VERB"),
+        (["images", "bild"], "bild"),
+        (["run", "demo", "--nothing"], "--nothing"),
+        (["run", "--nvme", "1G", "--workload", "fio:"], "nothing follows the colon"),
+        (["run", "--nvme", "1G", "--workload", "fio:,iodepth=2"], "nothing follows the colon"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_wrong_usage_is_exit_code_2(
+    arguments: list[str], said: str, as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*arguments, *["--json"] * as_json]) == 2
+    printed = capsys.readouterr()
+    if as_json:
+        document = json.loads(printed.out)
+        assert said in document["error"]["message"] and document["error"]["exit_code"] == 2 and not document["ok"]
+    else:
+        assert said in printed.err and "  fix: " in printed.err and printed.out == ""
 
 
-def test_ctrl_c_is_130() -> None:
+def test_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], ["run", "--help"], ["images", "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 0
+        assert "130 interrupted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_is_told_by_exit_code_and_document(number: int, code: int, as_json: bool) -> None:
     program = (
-        "import sys, asyncio, emu.run, emu.cli\n"
+        "import sys, asyncio, emu.run, emu.cli, emu.lab\n"
         "async def forever(*arguments):\n"
-        "    print('here', flush=True)\n"
+        "    signals = emu.lab._SigTerm()\n"
+        "    signals.install()\n"
+        "    print('here', file=sys.stderr, flush=True)\n"
         "    try: await asyncio.Event().wait()\n"
-        "    finally: print('down', flush=True)\n"
+        "    except BaseException as error:\n"
+        "        print('down', file=sys.stderr, flush=True)\n"
+        "        signals.remove(error)\n"
+        "        raise\n"
         "emu.run.run = forever\n"
-        "sys.exit(emu.cli.main(['run', 'demo']))\n"
+        "sys.exit(emu.cli.main(sys.argv[1:]))\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "here\n"
-        child.send_signal(signal.SIGINT)
+    command = [sys.executable, "-c", program, "run", "demo", *["--json"] * as_json]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        assert child.stderr.readline() == "here\n"
+        child.send_signal(number)
         out, err = child.communicate(timeout=60)
-    assert (child.returncode, out, err) == (130, "down\n", "emu: interrupted; the lab is down\n")
+    assert child.returncode == code
+    if as_json:
+        error = {"message": "interrupted; the lab is down", "fix": "", "exit_code": code}
+        assert (json.loads(out), err) == ({"ok": False, "error": error}, "down\n")
+    else:
+        assert (out, err) == ("", "down\nemu: interrupted; the lab is down\n")
 
 
 # -- run
@@ -216,14 +260,14 @@ def test_an_output_folder_that_cannot_be_written(
 
 def test_options_make_a_scenario() -> None:
     scenario = cli.scenario_of_options(
-        ["1G", "64M,backend=file,block_size=4096,path=x.raw"], ["fio:randwrite,iodepth=8,runtime=2s", "verify"]
+        ["1G", "128M,backend=file,block_size=4096,path=x.raw"], ["fio:randwrite,iodepth=8,runtime=2s", "verify"]
     )
     (vm,) = scenario.vms.values()
     assert vm.nvme == ("card.disk0", "card.disk1")
     namespace = scenario.dpus["card"].nvme["disk1"].namespaces[0]
     assert (namespace.backend, namespace.size, namespace.block_size, namespace.path) == (
         "file",
-        64 << 20,
+        128 << 20,
         4096,
         "x.raw",
     )
@@ -260,12 +304,13 @@ def test_spdk_rpc_lines_send_what_the_lab_sends() -> None:
     """The judge is spdk-rpc itself: with --dry-run it prints the request that it would send."""
     config = parse(SCENARIO, "x.toml", Path()).lab_config()
     directory = Path("/d")
-    lines = as_json(config, plan(config, PLATFORM, directory), directory)["dpus"]["card"]["spdk_rpc"]
-    expected = rpc_calls(config.dpus[0], directory / "card", directory)
+    place = Place(directory, Path("/f"))
+    lines = as_json(config, plan(config, PLATFORM, directory, place.files), place)["dpus"]["card"]["spdk_rpc"]
+    expected = rpc_calls(config.dpus[0], directory / "card", place.files)
     assert len(lines) == len(expected) == 13
     program = "import sys; from spdk.spdk_rpc import main; sys.exit(main())"
     for line, (method, parameters) in zip(lines, expected, strict=True):
-        assert line[:3] == ["spdk-rpc", "-s", "/d/card/rpc"]
+        assert Path(line[0]).name == "spdk-rpc" and line[5:7] == ["-s", "/d/card/rpc"]
         done = subprocess.run(
             [sys.executable, "-c", program, "--dry-run", *line[1:]], capture_output=True, text=True, check=True
         )
@@ -302,8 +347,55 @@ def test_dry_run_prints_lines_that_a_shell_takes(capsys: pytest.CaptureFixture[s
 
     assert cli.main(["run", written(SCENARIO), "--dry-run", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["vms"]["web"]["qemu"] == qemu
-    assert [json.loads(device) for device in document["vms"]["web"]["devices"]] == devices
+    assert [json.loads(device) for device in document["vms"]["web"]["devices"]] == [
+        json.loads(word) for word in document["vms"]["web"]["qemu"] if word.startswith("{")
+    ]
+
+
+def test_dry_runs_do_not_meet_leave_nothing_and_name_the_real_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DPU_EMU_CACHE", str(tmp_path / "cache"))
+    plans = []
+    for _ in range(2):
+        assert cli.main(["run", written(SCENARIO), "--dry-run", "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert not set(plans[0]["temporary"]) & set(plans[1]["temporary"])
+    directory, files = map(Path, plans[0]["temporary"])
+    assert directory.parent == runtime_path("labs") and not directory.exists()
+    assert files.parent == tmp_path / "cache" / "files" and not files.parent.exists()
+    assert [Path(path).parent for path in plans[0]["files"]] == [tmp_path, files]  # the user's own, and the lab's
+
+
+def test_what_a_dry_run_prints_runs_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pasted whole, with programs that do nothing in place of QEMU, dpud and spdk-rpc."""
+    monkeypatch.setenv("DPU_EMU_CACHE", str(tmp_path / "cache"))
+    machine = tmp_path / "qemu"
+    machine.write_text('#!/bin/sh\necho "$@" >>machines\n')
+    machine.chmod(0o755)
+    qemu = Qemu(machine, "11.1", "user")
+    monkeypatch.setattr(emu.lab, "prepare", lambda config, progress: Platform(qemu, PLATFORM.accel, PLATFORM.image))
+    daemon = tmp_path / "dpud"
+    daemon.write_text("#!/bin/sh\necho dpud >>machines\nexec sleep 1000\n")
+    daemon.chmod(0o755)
+    client = tmp_path / "client"
+    client.write_text('#!/bin/sh\necho "$@" >>calls\n')
+    client.chmod(0o755)
+    text = SCENARIO.replace("cpus = [0, 1]\n", "")
+    assert cli.main(["run", written(text), "--dry-run"]) == 0
+    lines = capsys.readouterr().out
+    for program in re.findall(r"^(\S+ -P -m dpu.daemon) ", lines, re.MULTILINE):
+        lines = lines.replace(program, str(daemon))
+    lines = re.sub(r"^\S*spdk-rpc ", f"{client} ", lines, flags=re.MULTILINE)
+    done = subprocess.run(["sh"], input=lines, text=True, capture_output=True, timeout=60)
+    assert (done.stderr, done.stdout) == ("", "")
+    assert len(Path("calls").read_text().splitlines()) == 13
+    assert len(Path("machines").read_text().splitlines()) == 2
+    assert Path("my disk.raw").stat().st_size == 64 << 20
+    assert not list((tmp_path / "cache" / "files").iterdir())
+    assert not Path(re.findall(r"rm -r (\S+)", lines)[0]).exists()
 
 
 # -- the others
@@ -311,7 +403,7 @@ def test_dry_run_prints_lines_that_a_shell_takes(capsys: pytest.CaptureFixture[s
 
 def test_clean_doctor_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["clean", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "removed": True, "found": []}
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "removed": True, "found": [], "kept": []}
     import emu.doctor
 
     for code, expected in ((0, 0), (1, 3)):

@@ -51,6 +51,15 @@ def test_a_good_host_passes_in_both_forms(capsys: pytest.CaptureFixture[str]) ->
     assert all(name in table for name in doctor.CHECKS)
 
 
+def test_no_word_is_broken_at_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = "interoperability-of-several-directories"
+    checks = [doctor.Check("output directory", "warn", f"{words} {words}", f"{words} or {words}")]
+    doctor._print_table(checks)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.count(words) for line in lines] == [1, 1, 1, 1] and max(map(len, lines)) <= 80
+
+
 def test_a_failure_shows_in_the_exit_code_with_its_fix(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

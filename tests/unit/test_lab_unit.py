@@ -73,7 +73,7 @@ def test_dpud_understands_the_cpus_it_is_given(cpus: str, expected: list[int]) -
 def test_plan_is_the_whole_lab_as_commands(tmp_path: Path) -> None:
     vms = (VmConfig("a", dpus=(("card", "fast"), ("card", "slow"))), VmConfig("b"))
     platform = Platform(Qemu(Path("/q"), "11", "user"), Accel("tcg", ""), Image(Path("/k"), Path("/i"), "d"))
-    found = plan(LabConfig(vms=vms, dpus=(CARD,)), platform, Path("/run/x"))
+    found = plan(LabConfig(vms=vms, dpus=(CARD,)), platform, Path("/run/x"), Path("/run/x"))
     devices = [json.loads(arg) for arg in found.vms["a"] if arg.startswith("{")]
     listeners = [call[1]["listen_address"]["traddr"] for call in found.rpc["card"] if "listener" in call[0]]
     assert [device["socket"]["path"] for device in devices] == [f"{path}/cntrl" for path in listeners]

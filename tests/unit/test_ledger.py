@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from dpu.errors import EmuError
-from emu.ledger import Ledger, clean
+from emu.ledger import Ledger, Leftover, clean, kept
 from emu.process import Identity, Process, tail
 
 OWNER = """
@@ -155,8 +155,18 @@ def test_keep_leaves_the_files(root: Path) -> None:
     (ledger.directory / "file").touch()
     ledger.close(keep=True)
     assert (ledger.directory / "file").exists()
-    assert clean(root) == []
+    left = [Leftover("x-" + ledger.book.stem[2:], "path", str(ledger.directory))]
+    assert clean(root) == [] and kept(root) == left
     assert (ledger.directory / "file").exists()
+    assert clean(root, kept=True, dry_run=True) == clean(root, kept=True) == left
+    assert list(root.iterdir()) == [] and kept(root) == []
+
+
+def test_the_book_of_a_kept_lab_goes_when_its_files_are_gone(root: Path) -> None:
+    ledger = Ledger.create("x", root)
+    ledger.close(keep=True)
+    ledger.directory.rmdir()
+    assert clean(root) == [] and list(root.iterdir()) == []
 
 
 def test_two_labs_of_one_owner_do_not_meet(root: Path) -> None:

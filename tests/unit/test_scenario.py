@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from importlib import resources
 from pathlib import Path
 
 import pytest
 
+import emu.scenario
+from dpu import layout
 from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
-from emu.scenario import ScenarioError, load, parse
+from emu.scenario import CONTROLLERS_MAX, ScenarioError, load, parse
 from emu.units import format_duration, format_size, parse_duration, parse_size
 from emu.workloads.fio import FioParams
 
@@ -45,6 +48,13 @@ runtime = "1m"
 """
 
 
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CPUs and 8 GiB, whatever this one has."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(emu.scenario, "memory_available_bytes", lambda: 8 << 30)
+
+
 def problems(text: str, folder: Path = Path()) -> list[str]:
     with pytest.raises(ScenarioError) as caught:
         parse(text, "x.toml", folder)
@@ -52,7 +62,11 @@ def problems(text: str, folder: Path = Path()) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_a_scenario_becomes_the_lab_that_it_describes() -> None:
+def test_a_scenario_becomes_the_lab_that_it_describes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    for name in ("bzImage", "root.qcow2"):
+        Path("there", name).touch()
     scenario = parse(GOOD, "there/good.toml", Path("there"))
     assert scenario.lab_config(accel="tcg") == LabConfig(
         name="good",
@@ -162,7 +176,7 @@ BASE = '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n'
         ("vm = 1\n", "1: vm is a table of tables: [vm.NAME]"),
         ("[vm]\na = 1\n", "2: [vm.a] is a table"),
         ('[vm.a]\n[[workload]]\ntype = "fs"\n', '2: VM "a" has no controller to work on'),
-        ('[vm.a]\n[vm.b]\n[[workload]]\ntype = "fs"\n', "3: vm is missing; one of: a, b"),
+        ('[vm.a]\n[vm.b]\n[[workload]]\ntype = "fs"\n', "3: vm or device is missing; a VM: a, b"),
         (BASE + "[[workload]]\n", "4: type is missing"),
         (BASE + "workload = 1\n", "4: unknown key"),
         (BASE + '[[workload]]\ntype = "script"\n', "4: path is missing"),
@@ -170,6 +184,24 @@ BASE = '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n'
         (BASE + '[[workload]]\ntype = "fio"\nruntime = "20"\n', "6: runtime: '20' is not a duration"),
         (BASE + '[[workload]]\ntype = "fio"\njob = "j"\nbs = "4k"\n', "4: job = 'j' has its own parameters"),
         (BASE + '[dpu.e.nvme.f]\n[[workload]]\ntype = "fs"\ndevice = "e.f"\n', '7: "e.f" is not attached'),
+        (BASE + '[vm.b]\n[[workload]]\ntype = "fs"\nvm = "b"\ndevice = "d.c"\n', '7: "d.c" is attached to VM "a"'),
+        (BASE + '[[workload]]\ntype = "script"\npath = "x.toml"\ntimeout = 1\nnsid = 2\n', '6: there is no file'),
+        ("[vm.a]\n\n[[workloads]]\n", '3: unknown key "workloads"'),
+        ('[vm.card]\n[dpu.card]\n', '1: "card" is the name of a DPU too'),
+        ('[vm.a]\n[dpu.card.nvme.rpc]\n', '2: "rpc" is the name of the DPU\'s RPC socket'),
+        ("[vm.a]\n[dpu.d]\ncpus = [0, 7]\n", "3: CPU 7 is not available; allowed: 0, 1"),
+        ('[vm.a]\nmemory = "99T"\n', "2: 99 TiB are more than this machine has"),
+        ('[vm.a]\nkernel = "no"\n', "2: there is no file no"),
+        ('[vm.a]\ndisk = "."\n', "2: there is no file ."),
+        (BASE + 'namespaces = [{ size = "5G" }, { backend = "null", size = "9G" },\n{ size = "4G" }]\n',
+         '5: memory namespaces need 9 GiB up to here, and 8 GiB are available; make them smaller'),
+        (BASE + 'namespaces = [{ backend = "file", path = "no/x" }]\n', "4: there is no folder no; make it"),
+        (BASE + 'namespaces = [{ backend = "file", path = "/dev/null" }]\n', "4: /dev/null is neither a file"),
+        (BASE + 'namespaces = [{ backend = "null", size = "9999999T" }]\n', "4: size 1099"),
+        (BASE + 'namespaces = [{ size = "95M" }]\n[[workload]]\ntype = "verify"\n',
+         "5: verify needs 96 MiB and namespace 1 of d.c has 95 MiB; make the namespace bigger"),
+        (BASE + 'namespaces = [{ size = "128M" }]\n[[workload]]\ntype = "fs"\nfs = "xfs"\n', "5: xfs with 64 MiB"),
+        (BASE + 'namespaces = [{ size = "64M" }]\n[[workload]]\ntype = "fs"\n', "5: ext4 with 64 MiB of files"),
         (BASE + "namespaces = []\n", "4: nvme.c.namespaces: tuple should have at least 1 item"),
         (BASE + 'namespaces = [{ path = "x" }]\n', '4: path goes with backend = "file"'),
         (BASE + 'namespaces = [{ size = "1000B" }]\n', "4: size 1000 is not a multiple of block_size 512"),
@@ -180,7 +212,41 @@ BASE = '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n'
 def test_one_problem(text: str, expected: str) -> None:
     said = problems(text)
     assert any(expected in line.removeprefix("x.toml:") for line in said), said
-    assert len(said) <= 2
+    assert len(said) <= 3
+
+
+def test_the_device_tells_the_vm_and_a_wrong_vm_hides_nothing() -> None:
+    text = (
+        '[vm.a]\nnvme = ["d.c"]\n[vm.b]\nnvme = ["d.e"]\n[dpu.d.nvme.c]\n[dpu.d.nvme.e]\n[[workload]]\ntype = "fs"\n'
+    )
+    (params,) = parse(text + 'device = "d.e"\n', "x.toml", Path()).workloads
+    assert (params.vm, params.device) == ("b", "d.e")
+    assert problems(text + 'vm = "x"\ndevice = "d.x"\nnsid = 2\nfs = "zfs"\n[[workload]]\ntype = "fs"\n') == [
+        'x.toml:9: unknown VM "x"; known: a, b',
+        'x.toml:10: unknown controller "d.x"; did you mean "d.e"?',
+        'x.toml:12: unknown fs "zfs"; did you mean "xfs"?',
+        "x.toml:13: vm or device is missing; a VM: a, b",
+    ]
+
+
+def test_a_file_of_another_size_is_refused_and_one_that_is_busy_elsewhere_not(tmp_path: Path) -> None:
+    text = BASE + 'namespaces = [{ backend = "file", size = "1M", path = "f" }]\n'
+    parse(text, "x.toml", tmp_path)
+    (tmp_path / "f").write_bytes(bytes(512))
+    (said,) = problems(text, tmp_path)
+    assert (
+        said == f"x.toml:4: {tmp_path}/f has 512 bytes, the namespace 1048576; write size = 512, or give another path"
+    )
+    os.truncate(tmp_path / "f", 1 << 20)
+    parse(text, "x.toml", tmp_path)
+
+
+def test_limits_are_the_card_s() -> None:
+    assert CONTROLLERS_MAX == layout.CONTROLLERS
+    names = ", ".join(f'"d.c{number}"' for number in range(25))
+    text = f"[vm.a]\nnvme = [{names}]\n" + "".join(f"[dpu.d.nvme.c{number}]\n" for number in range(65))
+    said = problems(text)
+    assert [line.partition(": ")[0] for line in said] == ["x.toml:2", "x.toml:3"]
 
 
 def test_a_device_must_be_named_where_there_are_two() -> None:

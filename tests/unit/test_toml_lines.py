@@ -46,6 +46,7 @@ def test_lines_of_every_kind_of_key() -> None:
     lines = key_lines(DOCUMENT)
     expected = {
         ("title",): 2,
+        ("vm",): 4,
         ("vm", "web"): 4,
         ("vm", "web", "vcpus"): 5,
         ("vm", "web", "args"): 6,
@@ -58,6 +59,7 @@ def test_lines_of_every_kind_of_key() -> None:
         ("vm", "web", "args", 2, "b", 1): 9,
         ("vm", "web", "text"): 11,
         ("vm", "web", "raw"): 15,
+        ("workload",): 18,
         ("workload", 0): 18,
         ("workload", 0, "type"): 19,
         ("workload", 0, "quoted key"): 20,
@@ -101,6 +103,7 @@ def test_every_key_of_a_random_document_is_found_on_its_line(entries: list[tuple
     expected: dict[tuple[str | int, ...], int] = {}
     for number, (blank_lines, value) in enumerate(entries):
         text += "\n" * blank_lines + f"[[t]] # {number}\n"
+        expected.setdefault(("t",), text.count("\n"))
         expected[("t", number)] = text.count("\n")
         text += f"key{number} = {value}\n"
         expected[("t", number, f"key{number}")] = text.count("\n", 0, text.rindex(f"key{number} =")) + 1

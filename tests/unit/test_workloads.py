@@ -205,6 +205,10 @@ def test_verify_reads_everything_again_after_the_reset() -> None:
     result = run(guest, "verify", block_sizes=["4k"], depths=[1, 8], size="1M")
     # With verify_only fio counts writes that it did not do.
     assert (result.value("ios", "write"), result.value("ios", "read")) == (2 * 100, 4 * 52665)
+    rate = 17549.15  # every pass reports the same, so the rate over all of them is that too
+    assert result.value("iops", "read") == pytest.approx(rate)
+    assert result.value("bw_bytes", "read") == pytest.approx(71881319)
+    assert (result.value("clat_p50", "read"), result.value("clat_p99", "read")) == (321536, 2834432)
     kinds = [
         "reset" if "reset" in command else "again" if "--verify_only=1" in command else "write"
         for command in guest.commands

@@ -268,8 +268,7 @@ def test_an_error_inside_is_passed_on_and_dmesg_kept(platform: Platform, runtime
     with pytest.raises(EmuError, match="a workload failed"):
         asyncio.run(main())
     assert (tmp_path / "out" / "vm0" / "dmesg.txt").stat().st_size > 1000
-    (kept,) = runtime.iterdir()  # keep: the directory stays, its book does not
-    assert kept.is_dir()
-    for folder in files_of_labs():
-        if folder.name == kept.name:
-            shutil.rmtree(folder)
+    (book,) = runtime.glob("*.jsonl")
+    assert clean() == [] and book.with_suffix("").is_dir()
+    assert {one.lab for one in clean(kept=True)} == {book.stem}
+    assert list(runtime.iterdir()) == []
