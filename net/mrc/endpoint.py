@@ -6,8 +6,8 @@ Use: ``endpoint = Endpoint(rng)``; ``key = endpoint.register(bytearray(4096), va
 ``step.wake_ns`` at the latest.
 Time: nanoseconds, passed in and never going back. A call much later than asked for makes nobody blame a path.
 Errors: MrcError for a queue pair or key that does not exist; whatever a peer sends is counted in ``counters``.
-Limits: reconstructed (see net.mrc.wire). No congestion control, no transport ACK, no endpoint requests (port status,
-reverse EVs), no dynamic MPR. Attributes of both ends are taken to be equal.
+Limits: reconstructed (see net.mrc.wire). No dynamic MPR; a responder never says ALWAYS_SKIP, nor that it lacks room.
+Attributes of both ends are taken to be equal.
 Source: OCP-MRC-1.0 sections 5 to 9 through its readers.
 """
 
@@ -23,9 +23,10 @@ from typing import NamedTuple
 from net.errors import MrcError, Reason
 from net.mrc.datagram import Datagram
 from net.mrc.paths import EvProfile, PathSettings
+from net.mrc.peer import Peer
 from net.mrc.requestor import Identity, QpSettings, Requestor, Status
 from net.mrc.responder import Region, Responder
-from net.mrc.wire import WRITES, CcState, Neth, Opcode, Seth
+from net.mrc.wire import ENDPOINT_QP, WRITES, Aeth, CcState, Neth, Opcode, Seth
 
 
 class Kind(enum.Enum):
@@ -67,9 +68,12 @@ class Endpoint:
     def __init__(self, rng: random.Random) -> None:
         self.counters: Counter[str] = Counter()
         self.pairs: dict[int, QueuePair] = {}
+        self.peers: dict[int, Peer] = {}
         self._rng = rng
         self._regions: dict[int, Region] = {}
         self._wake_ns: int | None = None
+        self._down: frozenset[int] = frozenset()
+        self._ports_changed = False
 
     def register(self, memory: bytearray | memoryview, va: int) -> int:
         """Lets peers write ``memory`` at addresses from ``va`` on; returns the key they need."""
@@ -97,9 +101,20 @@ class Endpoint:
             raise MrcError(Reason.VALUE, f"queue pair {identity.qpn} is taken", "numbers 0 to 2 are reserved")
         settings = settings or QpSettings()
         profile = EvProfile(evs, plane_of, paths or PathSettings(), self._rng)
-        requestor = Requestor(identity, settings, profile)
-        pair = self.pairs[identity.qpn] = QueuePair(identity, requestor, Responder(identity, settings, self._regions))
+        if identity.peer not in self.peers:
+            self.peers[identity.peer] = Peer(identity.peer, evs, plane_of, settings.timeout_ns // 4, self._rng)
+        responder = Responder(identity, settings, self._regions, self.peers[identity.peer].way_back)
+        pair = self.pairs[identity.qpn] = QueuePair(identity, Requestor(identity, settings, profile), responder)
+        self._ports_changed = self._ports_changed or bool(self._down)
         return pair
+
+    def set_port(self, plane: int, *, up: bool) -> None:
+        """The port in ``plane`` went down or came up: from the next step its EVs are out, or probed, and peers told.
+
+        With no port left that both ends have, queue pairs fail.
+        """
+        self._down = self._down - {plane} if up else self._down | {plane}
+        self._ports_changed = True
 
     def write(
         self, qpn: int, request_id: int, data: bytes, va: int, r_key: int, immediate: int | None = None
@@ -115,11 +130,33 @@ class Endpoint:
         for datagram in received:
             send += self._receive(now_ns, datagram)
         self._forgive_if_late(now_ns)
+        if self._ports_changed:
+            self._announce_ports(now_ns)
+        for peer in self.peers.values():
+            send += peer.updates(now_ns)
         for pair in self.pairs.values():
             send += pair.requestor.send(now_ns)
-        wakes = [wake for pair in self.pairs.values() if (wake := pair.requestor.wake_ns()) is not None]
-        self._wake_ns = min(wakes, default=None)
+        wakes = [pair.requestor.wake_ns() for pair in self.pairs.values()]
+        wakes += [peer.wake_ns() for peer in self.peers.values()]
+        self._wake_ns = min((wake for wake in wakes if wake is not None), default=None)
         return Output(send, self._wake_ns, list(self._completions()))
+
+    def _announce_ports(self, now_ns: int) -> None:
+        self._ports_changed = False
+        for peer in self.peers.values():
+            peer.announce(self._down)
+            self._close_planes(now_ns, peer)
+
+    def _close_planes(self, now_ns: int, peer: Peer) -> None:
+        """Queue pairs to a peer use the planes in which both have a port; with none left they are over."""
+        closed = self._down | peer.closed
+        for pair in self.pairs.values():
+            if pair.identity.peer != peer.peer:
+                continue
+            if closed.issuperset(peer.planes):
+                pair.requestor.fail(Status.NO_PORT)
+            else:
+                pair.requestor.close(closed, self._down, now_ns)
 
     def _forgive_if_late(self, now_ns: int) -> None:
         """Called long after the time asked for, we were not running, and what we missed may still be on its way."""
@@ -131,11 +168,15 @@ class Endpoint:
 
     def _receive(self, now_ns: int, datagram: Datagram) -> Iterator[Datagram]:
         bth, headers = datagram.message.bth, datagram.message.headers
+        if bth.dqp == ENDPOINT_QP:
+            yield from self._receive_endpoint(now_ns, datagram)
+            return
         pair = self.pairs.get(bth.dqp)
         if pair is None or pair.identity.peer != datagram.peer:
             self.counters["unknown queue pair"] += 1
         elif bth.opcode in WRITES:
             yield from pair.responder.on_write(datagram)
+            yield from self.peers[datagram.peer].on_data(now_ns)
         elif datagram.trimmed:
             self.counters["trimmed control"] += 1  # and not answered, as UET 1.0.3 has it
         elif bth.opcode == Opcode.PROBE:
@@ -144,9 +185,28 @@ class Endpoint:
             seth, state = headers
             assert isinstance(seth, Seth) and isinstance(state, CcState)
             pair.requestor.on_sack(now_ns, seth, state)
+            if not seth.pr:
+                self.peers[datagram.peer].confirm(now_ns, seth.entropy)
         elif bth.opcode == Opcode.NACK:
             assert isinstance(headers[0], Neth)
-            pair.requestor.on_nack(headers[0])
+            pair.requestor.on_nack(now_ns, headers[0])
+        elif bth.opcode == Opcode.ACKNOWLEDGE:
+            assert isinstance(headers[0], Aeth)
+            pair.requestor.on_acknowledge(now_ns, bth.psn, headers[0])
+        else:
+            self.counters["not handled"] += 1
+
+    def _receive_endpoint(self, now_ns: int, datagram: Datagram) -> Iterator[Datagram]:
+        peer, opcode = self.peers.get(datagram.peer), datagram.message.bth.opcode
+        if peer is None or datagram.trimmed:
+            self.counters["unknown peer"] += 1
+        elif opcode == Opcode.ENDPOINT_REQUEST:
+            closed = peer.closed
+            yield peer.on_request(datagram)
+            if peer.closed != closed:
+                self._close_planes(now_ns, peer)
+        elif opcode == Opcode.ENDPOINT_RESPONSE:
+            peer.on_response(datagram.message)
         else:
             self.counters["not handled"] += 1
 

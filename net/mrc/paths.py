@@ -1,15 +1,16 @@
 """The entropy values of a queue pair: which may be used, which next, which are out and when they are tried again.
 
     GOOD         in turn
-    SKIP         passed over once, because of a mark or a trim: one episode costs one turn
+    SKIP         passed over once, because of a mark or a trim: one episode costs one turn. When every EV in turn is
+                 skipped, a backup of the plane takes the last one's place
     ASSUMED_BAD  out, a backup of the same plane in its place; probed until it answers often enough
-    DENIED       out by order (a controller, or a port that is down); never probed
+    DENIED       out by order (a controller, or a port that is down, ours or the peer's); never probed
 
 Use: ``paths = EvProfile(evs, plane_of, PathSettings(), rng)``; ``ev = paths.next_ev()``; ``paths.skip(ev)``;
-``paths.suspect(ev, now_ns)``; ``paths.probes_due(now_ns)``; ``paths.probed(ev, ok=True)``.
+``paths.suspect(ev, now_ns)``; ``paths.probes_due(now_ns)``; ``paths.probed(ev)``; ``paths.close({1}, now_ns)``.
 Time: nanoseconds, passed in.
-Source: arXiv 2605.04333 sections 2.1, 2.4 and 4; OCP-MRC-1.0 sections 9.1-9.4 and 11.2.2 through its readers. Probe
-intervals and counts are not public: ours.
+Source: arXiv 2605.04333 sections 2.1, 2.4, 4 and 5.2.5 (marked, a flow moves to an inactive EV); OCP-MRC-1.0 sections
+9.1-9.4 and 11.2.2 through its readers. Probe intervals and counts, and when a skip calls for a backup, are ours.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class PathSettings:
 
     ev_min_active: fewer are never left by suspicion. probe_interval_ns: first wait of a suspected EV, doubled up to
     probe_interval_max_ns while it does not answer. probe_successes: answers in a row that bring it back.
-    reshuffle_turns: circles after which the order changes, so that queue pairs do not march in step.
+    reshuffle_turns: circles after which the order changes, so that queue pairs do not march in step. skip: whether
+    marks and trims make an EV lose its turn; off only to see what that is worth.
     """
 
     active: int = 0
@@ -45,6 +47,7 @@ class PathSettings:
     probe_interval_max_ns: int = 1_000_000_000
     probe_successes: int = 3
     reshuffle_turns: int = 16
+    skip: bool = True
 
 
 @dataclass(slots=True)
@@ -68,6 +71,8 @@ class EvProfile:
         self._rng = rng
         self._states = dict.fromkeys(evs, EvState.GOOD)
         self._probation: dict[int, _Probation] = {}
+        self._closed: frozenset[int] = frozenset()
+        self._closed_evs: set[int] = set()
         wanted = settings.active or -(-3 * len(evs) // 4)
         self._active = self._interleaved(evs)[:wanted]
         self._share = Counter(map(plane_of, self._active))
@@ -90,6 +95,10 @@ class EvProfile:
     def state(self, ev: int) -> EvState | None:
         """None for an EV that is not of this profile."""
         return self._states.get(ev)
+
+    def plane(self, ev: int) -> int:
+        """The plane of an EV."""
+        return self._plane_of(ev)
 
     @property
     def active(self) -> list[int]:
@@ -137,7 +146,10 @@ class EvProfile:
 
     def skip(self, ev: int) -> None:
         """A mark or a trim came back for ``ev``; repeated ones do not stack."""
-        if self._states.get(ev) is EvState.GOOD and ev in self._active:
+        if not self.settings.skip or self._states.get(ev) is not EvState.GOOD or ev not in self._active:
+            return
+        others = any(self._states[other] is EvState.GOOD for other in self._active if other != ev)
+        if others or not self._swap(ev):
             self._set(ev, EvState.SKIP)
 
     def suspect(self, ev: int, now_ns: int) -> bool:
@@ -166,20 +178,38 @@ class EvProfile:
         if self._states.get(ev) is EvState.DENIED:
             self._restore(ev)
 
-    def _replace(self, ev: int, least: int) -> bool:
-        """Takes ``ev`` out of turn, a backup of its plane in its place; False when fewer than ``least`` were left."""
+    def close(self, planes: frozenset[int], now_ns: int) -> None:
+        """Ports of these planes are down, all others up: their EVs are out. EVs of a plane that opens are probed
+        first."""
+        for ev in self._states:
+            if self._plane_of(ev) in planes - self._closed and self._states[ev] is not EvState.DENIED:
+                self.deny(ev)
+                self._closed_evs.add(ev)
+        for ev in [ev for ev in self._closed_evs if self._plane_of(ev) not in planes]:
+            self._closed_evs.remove(ev)
+            self._set(ev, EvState.ASSUMED_BAD)
+            self._probation[ev] = _Probation(now_ns, self.settings.probe_interval_ns)
+        self._closed = planes
+
+    def _swap(self, ev: int) -> bool:
+        """Puts a backup of its plane in the place of ``ev``, which stays as it is; False when there is none."""
         plane = self._plane_of(ev)
         backups = [
             other
             for other, state in self._states.items()
             if state is EvState.GOOD and other not in self._active and self._plane_of(other) == plane
         ]
-        place = self._active.index(ev)
         if backups:
-            self._active[place] = self._rng.choice(backups)
+            self._active[self._active.index(ev)] = self._rng.choice(backups)
+        return bool(backups)
+
+    def _replace(self, ev: int, least: int) -> bool:
+        """Takes ``ev`` out of turn, a backup of its plane in its place; False when fewer than ``least`` were left."""
+        if self._swap(ev):
             return True
         if len(self._active) <= least:
             return False
+        place = self._active.index(ev)
         del self._active[place]
         if place < self._cursor:
             self._cursor -= 1

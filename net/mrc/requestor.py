@@ -12,12 +12,20 @@ No I/O, no clock. What is known of a packet decides what becomes of it:
     other NACKs                      waits for its timeout, which then suspects nothing; counts on the budget
     NACK UNEXP_EVENT, budget spent   the queue pair is in error, every request completes with it
 
+A NACK counts only when it reflects the EV and the time stamp of the last transmission of its packet. So a third party
+that sends the responder a write with a wrong key in our name, to have it end our queue pair, must guess both, or the
+responder's NACK of the forgery is dropped here. (A forger who sees our packets, or forges acknowledgements, is not
+stopped; nothing in MRC authenticates a packet, and regions are guarded by their keys alone.)
+
 A gap in the sequence alone never means loss. Halfway to a timeout a reliability probe asks for a SACK, so that lost
 SACKs do not look like lost packets.
 
 Numbers inside are counts from 0; they become 24-bit PSNs at the edge.
-Limits: a fixed window in bytes, no congestion control (NSCC) yet.
-Source: OCP-MRC-1.0 sections 6.2, 7.4, 7.5 and 9 through its readers; the same-EV rule and the probe are ours.
+How much is in flight is net.mrc.congestion's to say. A request completes when everything up to its last packet is
+acknowledged, by a SACK or by a transport acknowledgement: the responder here sends neither before the payload is in
+place.
+Source: OCP-MRC-1.0 sections 6.2, 7.4, 7.5 and 9 through its readers; the same-EV rule, the probe, and the check of
+NACKs are ours.
 """
 
 from __future__ import annotations
@@ -29,10 +37,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from net.mrc.congestion import Nscc, NsccSettings, Window
 from net.mrc.datagram import Datagram
 from net.mrc.frame import Message, message
 from net.mrc.paths import EvProfile
 from net.mrc.wire import (
+    TIMESTAMP_NS,
+    Aeth,
     Bth,
     CcState,
     EcnMark,
@@ -49,7 +60,6 @@ from net.mrc.wire import (
     psn_distance,
 )
 
-TIMESTAMP_NS = 128
 SACK_BITS = 64
 OVERHEAD_BYTES_MAX = 14 + 132 + 3
 """Of a write behind two IPv6 headers: Ethernet, all headers with ICRC, padding."""
@@ -59,10 +69,12 @@ OVERHEAD_BYTES_MAX = 14 + 132 + 3
 class QpSettings:
     """Both halves of a queue pair.
 
-    pmtu_bytes: payload of a full packet. window_bytes: frames in flight. mpr: PSNs in flight, a multiple of 128.
+    pmtu_bytes: payload of a full packet. window_bytes: frames in flight without congestion control; nscc: with it.
+    mpr: PSNs in flight, a multiple of 128.
     timeout_ns: until a packet of which nothing is heard counts as lost. retries: timeouts of one packet before the
     queue pair fails; from the eighth on the timeout doubles. wimm_max: writes with immediate in flight.
-    sack_packets, sack_bytes: a SACK at the latest after so many.
+    sack_packets, sack_bytes: a SACK at the latest after so many. selective: send only what is lost again; off, only
+    to see what that is worth, everything sent after it too.
     """
 
     pmtu_bytes: int = 4096
@@ -73,6 +85,8 @@ class QpSettings:
     wimm_max: int = 32
     sack_packets: int = 4
     sack_bytes: int = 16 * 1024
+    nscc: NsccSettings | None = None
+    selective: bool = True
 
 
 class Identity(NamedTuple):
@@ -91,6 +105,7 @@ class Status(enum.Enum):
     OK = "ok"
     REMOTE_ERROR = "remote operation error"
     RETRY_EXCEEDED = "retry exceeded"
+    NO_PORT = "no port left"
 
 
 @dataclass(slots=True)
@@ -120,6 +135,7 @@ class _Sent:
     again: bool = False
     waiting: bool = False
     blameless: bool = False
+    stamp: int = 0
 
 
 class Requestor:
@@ -129,6 +145,7 @@ class Requestor:
         self.identity = identity
         self.settings = settings
         self.paths = paths
+        self.window = Nscc(settings.nscc) if settings.nscc else Window(settings.window_bytes)
         self.counters: Counter[str] = Counter()
         self.finished: list[tuple[int, Status]] = []
         self.error: Status | None = None
@@ -223,7 +240,7 @@ class Requestor:
             yield self._transmit(now_ns, number, sent)
 
     def _room(self, size_bytes: int) -> bool:
-        return not self.inflight_bytes or self.inflight_bytes + size_bytes <= self.settings.window_bytes
+        return not self.inflight_bytes or self.inflight_bytes + size_bytes <= self.window.bytes
 
     def _cut(self, request: Request, size: int) -> Message:
         """The next packet of a request, without number and time."""
@@ -259,8 +276,10 @@ class Requestor:
             ask, self._asking = True, number  # once per window: a full window is nothing special
         bth = sent.message.bth._replace(psn=self._psn(number), rtx=int(sent.again), a=int(ask))
         meth, _, *rest = sent.message.headers
-        stamp = Tseth(now_ns // TIMESTAMP_NS & 0xFFFF)
-        return Datagram(self.identity.peer, sent.ev, Message(bth, (meth, stamp, *rest), sent.message.payload))
+        sent.stamp = now_ns // TIMESTAMP_NS & 0xFFFF
+        return Datagram(
+            self.identity.peer, sent.ev, Message(bth, (meth, Tseth(sent.stamp), *rest), sent.message.payload)
+        )
 
     def _psn(self, number: int) -> int:
         return psn_add(self.identity.psn, number)
@@ -311,6 +330,7 @@ class Requestor:
             self.counters["timeouts"] += 1
             if not sent.blameless:
                 self.paths.suspect(sent.ev, now_ns)
+            self.window.on_loss(now_ns, sent.size_bytes, self.inflight_bytes)
             self._lose(timer[2], sent)
         half_ns = self.settings.timeout_ns // 2
         if self._timers and self._asked_ns is None and now_ns >= self._news_ns + half_ns:
@@ -348,9 +368,8 @@ class Requestor:
             self.counters["bad sack"] += 1
             return
         self._news_ns, self._asked_ns = now_ns, None
-        while self._acked < cumulative:
-            self._acknowledge(self._acked)
-            self._acked += 1
+        before = self.inflight_bytes
+        self._acknowledge_below(cumulative)
         base = cumulative - 1 + seth.sack_offset
         for bit in range(SACK_BITS):
             if seth.bitmap >> bit & 1:
@@ -358,9 +377,30 @@ class Requestor:
         if not seth.pr:
             self._acknowledge(cumulative - 1 + seth.ack_psn_offset)
         self._on_mark(now_ns, seth)
+        newly = before - self.inflight_bytes
+        rtt_ns = (now_ns // TIMESTAMP_NS - state.tx_timestamp & 0xFFFF) * TIMESTAMP_NS
+        self.window.on_ack(now_ns, newly, rtt_ns, seth.m != EcnMark.NONE, self.inflight_bytes)
+        self.window.on_receiver(state.rcv_cwnd_pen, bool(state.restore_cwnd), newly)
         if self._is_newest(state.rcvd_bytes):
             self._find_lost(now_ns, base, seth.bitmap)
         self._finish()
+
+    def on_acknowledge(self, now_ns: int, psn: int, aeth: Aeth) -> None:
+        """A transport acknowledgement: everything up to its PSN is in place at the other end."""
+        cumulative = self._number(psn) + 1
+        if cumulative > self._next or aeth.syndrome >> 5:
+            self.counters["bad acknowledge"] += 1
+            return
+        self._news_ns, self._asked_ns = now_ns, None
+        before = self.inflight_bytes
+        self._acknowledge_below(cumulative)
+        self.window.on_ack(now_ns, before - self.inflight_bytes, None, False, self.inflight_bytes)
+        self._finish()
+
+    def _acknowledge_below(self, cumulative: int) -> None:
+        while self._acked < cumulative:
+            self._acknowledge(self._acked)
+            self._acked += 1
 
     def _acknowledge(self, number: int) -> None:
         sent = self._outstanding.pop(number, None)
@@ -398,28 +438,43 @@ class Requestor:
                 continue
             self.counters["inferred"] += 1
             self.paths.suspect(sent.ev, now_ns)
+            self.window.on_loss(now_ns, sent.size_bytes, self.inflight_bytes)
             self._lose(base + bit, sent)
 
-    def on_nack(self, neth: Neth) -> None:
+    def on_nack(self, now_ns: int, neth: Neth) -> None:
         """A NACK of one packet."""
         number = self._number(neth.nack_psn)
         sent = self._outstanding.get(number)
-        if neth.nack_reason == NackReason.UNEXP_EVENT:
-            if sent is not None:
-                self.fail(Status.REMOTE_ERROR)
-            return
         self.counters["nacks"] += 1
-        if sent is None or sent.waiting or sent.ev != neth.entropy:
-            self.counters["stale nacks"] += 1  # about a transmission that is over
+        if sent is None or sent.waiting or (sent.ev, sent.stamp) != (neth.entropy, neth.tx_timestamp):
+            self.counters["stale nacks"] += 1  # about a transmission that is over, or one that was not ours
+            return
+        if neth.nack_reason == NackReason.UNEXP_EVENT:
+            self.fail(Status.REMOTE_ERROR)
             return
         if neth.nack_reason not in (NackReason.TRIMMED, NackReason.TRIMMED_LASTHOP):
             sent.blameless = True
             return
         if neth.nack_reason == NackReason.TRIMMED:
             self.paths.skip(sent.ev)
+        self.window.on_trim(now_ns, sent.size_bytes, self.inflight_bytes)
         self._lose(number, sent)
 
+    def close(self, planes: frozenset[int], ours: frozenset[int], now_ns: int) -> None:
+        """Ports of ``planes`` are down. What is in flight by one of ``ours`` is lost, by no path's fault."""
+        self.paths.close(planes, now_ns)
+        for number, sent in self._outstanding.items():
+            if not sent.waiting and self.paths.plane(sent.ev) in ours:
+                self._lose(number, sent)
+
     def _lose(self, number: int, sent: _Sent) -> None:
+        if not self.settings.selective:
+            for later, other in self._outstanding.items():
+                if later > number and not other.waiting:
+                    self._give_back(later, other)
+        self._give_back(number, sent)
+
+    def _give_back(self, number: int, sent: _Sent) -> None:
         self._asking = None if self._asking == number else self._asking
         sent.waiting = True
         self.inflight_bytes -= sent.size_bytes

@@ -1,4 +1,4 @@
-"""The receiving half of a queue pair: checks, placement in memory, SACKs and NACKs, immediates in order.
+"""The receiving half of a queue pair: checks, placement in memory, answers of three kinds, immediates in order.
 
 No I/O, no clock. Payload goes to its place at once, whatever came before it; only immediates wait for all that was
 sent earlier. A packet is judged in this order, and only the last row writes memory:
@@ -10,8 +10,9 @@ sent earlier. A packet is judged in this order, and only the last row writes mem
     too many immediates wait            NACK UNEXP_EVENT
     else                                placed
 
-Answers go out by the path that the packet came by: it has just been seen to work one way (ours; the specification
-keeps a small set of reverse EVs).
+A refused packet takes no PSN: what was really sent under that number is still placed when it comes. When everything
+up to the end of a message is in place, a transport acknowledgement says so. Answers take the way back that the
+endpoint knows (net.mrc.peer).
 Source: OCP-MRC-1.0 sections 5.1, 6.3.1, 7.5.1-7.5.3 through its readers. When 64 bits do not hold both the oldest gap
 and the packet that triggered it, SACKs report on them in turn: ours.
 """
@@ -19,13 +20,15 @@ and the packet that triggered it, SACKs report on them in turn: ours.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from net.mrc.datagram import Datagram
 from net.mrc.frame import message
 from net.mrc.requestor import SACK_BITS, Identity, QpSettings
 from net.mrc.wire import (
+    ENDS,
+    Aeth,
     Bth,
     CcState,
     EcnMark,
@@ -65,15 +68,24 @@ class Region:
 class Responder:
     """``counters`` by name; ``arrived`` collects immediates in the order of their writes, taken by the endpoint."""
 
-    def __init__(self, identity: Identity, settings: QpSettings, regions: Mapping[int, Region]) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        settings: QpSettings,
+        regions: Mapping[int, Region],
+        way_back: Callable[[int], int] = lambda arrived_by: arrived_by,
+    ) -> None:
         self.identity = identity
         self.settings = settings
         self.counters: Counter[str] = Counter()
         self.arrived: list[int] = []
         self._regions = regions
+        self._way_back = way_back
         self._expected = 0  # every number below has arrived
         self._beyond: set[int] = set()  # arrived above it
         self._immediates: dict[int, int] = {}
+        self._ends: set[int] = set()  # last packets of messages that are not whole yet
+        self._messages = 0  # whole, and everything before them
         self._rcvd_bytes = 0
         self._unreported_packets = 0
         self._unreported_bytes = 0
@@ -92,6 +104,8 @@ class Responder:
         number = self._number(bth.psn)
         if number < self._expected or number in self._beyond:
             self.counters["duplicates"] += 1
+            if number < self._expected and bth.opcode in ENDS:
+                yield self._acknowledge(datagram)
             yield self._sack(datagram, number)
             return
         reason = self._judge(datagram, number)
@@ -99,9 +113,12 @@ class Responder:
             self.counters[reason.name] += 1
             yield self._nack(datagram, reason)
             return
+        messages = self._messages
         self._place(datagram, number)
         if self._is_due(datagram, number):
             yield self._sack(datagram, number)
+        if self._messages != messages:
+            yield self._acknowledge(datagram)
 
     def _judge(self, datagram: Datagram, number: int) -> NackReason | None:
         if datagram.trimmed:
@@ -128,6 +145,8 @@ class Responder:
         immediate = datagram.message.get(Immdt)
         if immediate is not None:
             self._immediates[number] = immediate.value
+        if datagram.message.bth.opcode in ENDS:
+            self._ends.add(number)
         self.counters["placed"] += 1
         self._rcvd_bytes += datagram.wire_bytes()
         self._beyond.add(number)
@@ -135,6 +154,9 @@ class Responder:
             self._beyond.remove(self._expected)
             if self._expected in self._immediates:
                 self.arrived.append(self._immediates.pop(self._expected))
+            if self._expected in self._ends:
+                self._ends.remove(self._expected)
+                self._messages += 1
             self._expected += 1
 
     def _is_due(self, datagram: Datagram, number: int) -> bool:
@@ -189,7 +211,14 @@ class Responder:
         )
         rtx = datagram.message.bth.rtx
         bth = Bth(Opcode.SACK, dqp=self.identity.peer_qpn, psn=self._psn(self._expected - 1), rtx=rtx)
-        return Datagram(self.identity.peer, datagram.entropy, message(bth, seth, state))
+        return Datagram(self.identity.peer, self._way_back(datagram.entropy), message(bth, seth, state))
+
+    def _acknowledge(self, datagram: Datagram) -> Datagram:
+        """The transport acknowledgement: all messages up to the count are in place."""
+        self.counters["acknowledges"] += 1
+        bth = Bth(Opcode.ACKNOWLEDGE, dqp=self.identity.peer_qpn, psn=self._psn(self._expected - 1))
+        aeth = Aeth(msn=self._messages & 0xFFFFFF)
+        return Datagram(self.identity.peer, self._way_back(datagram.entropy), message(bth, aeth))
 
     def _nack(self, datagram: Datagram, reason: NackReason) -> Datagram:
         stamp = datagram.message.get(Tseth)
@@ -203,4 +232,4 @@ class Responder:
             tx_timestamp=stamp.tx_timestamp if stamp else 0,
         )
         bth = Bth(Opcode.NACK, dqp=self.identity.peer_qpn, psn=psn)
-        return Datagram(self.identity.peer, datagram.entropy, message(bth, neth))
+        return Datagram(self.identity.peer, self._way_back(datagram.entropy), message(bth, neth))

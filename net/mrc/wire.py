@@ -28,6 +28,10 @@ UDP_PORT = 4791
 """RoCEv2's; a setting per deployment."""
 
 PSN_BITS = 24
+
+TIMESTAMP_NS = 128
+"""Unit of every tx_timestamp."""
+
 NEXT_UDP = 17
 
 
@@ -331,6 +335,9 @@ STACKS: dict[int, tuple[type[tuple[Any, ...]], ...]] = {
 """What follows BTH, by opcode; TSETH stands behind METH where BTH.ts is set."""
 
 WRITES = frozenset(opcode for opcode, kinds in STACKS.items() if kinds[0] is Meth)
+
+ENDS = frozenset({Opcode.WRITE_LAST, Opcode.WRITE_LAST_IMM, Opcode.WRITE_ONLY, Opcode.WRITE_ONLY_IMM})
+"""The last packet of a message."""
 
 
 def stack(bth_opcode: int, ts: int) -> tuple[type[tuple[Any, ...]], ...] | None:

@@ -24,9 +24,10 @@ def headers(kind: type[tuple[Any, ...]]) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def messages(draw: st.DrawFn) -> frame.Message:
-    """Any message that MRC can carry."""
-    opcode = draw(st.sampled_from(sorted(wire.STACKS)))
+def messages(draw: st.DrawFn, opcode: int | None = None) -> frame.Message:
+    """Any message that MRC can carry, or any of an opcode."""
+    if opcode is None:
+        opcode = draw(st.sampled_from(sorted(wire.STACKS)))
     kinds = list(wire.STACKS[opcode])
     payload = b""
     if kinds[0] is wire.Meth:

@@ -3,7 +3,6 @@ order; each reaction of the table in net.mrc.requestor seen on the wire; hostile
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -14,14 +13,17 @@ from hypothesis import strategies as st
 from net.errors import MrcError
 from net.mrc.datagram import Datagram
 from net.mrc.endpoint import Completion, Endpoint, Kind
-from net.mrc.frame import message
+from net.mrc.frame import Message, message
 from net.mrc.paths import EvState
 from net.mrc.requestor import Identity, QpSettings, Status
+from net.mrc.wire import WRITES as WRITE_OPCODES
 from net.mrc.wire import (
     Aeth,
     Bth,
     CcState,
     EcnMark,
+    Eeth,
+    Erth,
     Immdt,
     Meth,
     NackReason,
@@ -266,6 +268,8 @@ def test_lost_sacks_are_asked_for_and_nobody_is_suspected() -> None:
     lost: list[Datagram] = []
 
     def fate(datagram: Datagram) -> str:
+        if datagram.message.bth.opcode == Opcode.ACKNOWLEDGE:
+            return "lose"
         if datagram.message.bth.opcode == Opcode.SACK and not datagram.message.need(Seth).pr:
             lost.append(datagram)
             return "lose"
@@ -401,6 +405,140 @@ def test_what_waits_to_be_sent_again_is_not_in_flight() -> None:
     assert len(channel.sent) == 6  # and it is not sent again
 
 
+# Acknowledgements, ways back, ports.
+
+
+def control(channel: Channel, opcode: Opcode) -> list[Datagram]:
+    return [datagram for datagram in channel.sent if datagram.message.bth.opcode == opcode]
+
+
+def test_messages_are_acknowledged_when_they_and_all_before_are_in_place() -> None:
+    """Three messages of two packets; the first packet of the second one is late: 1, then 2 and 3 at once."""
+    channel = Channel(one_bad(2, "late"), SMALL)
+    for number in range(3):
+        channel.write(A, number, payload(100), 100 * number)
+    channel.run()
+    acks = [(d.message.bth.psn, d.message.need(Aeth)) for d in control(channel, Opcode.ACKNOWLEDGE)]
+    assert acks == [(1, Aeth(0x1F, 1)), (5, Aeth(0x1F, 3))]
+
+
+@pytest.mark.parametrize(("psn", "syndrome", "done"), [(5, 0x1F, [0]), (5, 0x7F, []), (4, 0x1F, []), (99, 0x1F, [])])
+def test_an_acknowledgement_completes_what_it_covers(psn: int, syndrome: int, done: list[int]) -> None:
+    channel, _ = started(6)
+    aeth = Aeth(syndrome, 1)
+    channel.deliver(A, [Datagram(B, 0, message(Bth(Opcode.ACKNOWLEDGE, dqp=QPNS[A], psn=psn), aeth))])
+    assert channel.done(A) == done
+    requestor = channel.endpoints[A].pairs[QPNS[A]].requestor
+    assert (requestor.counters["bad acknowledge"] == 1) == (psn == 99 or syndrome != 0x1F)
+    assert requestor.idle == bool(done) and (requestor.inflight_bytes == 0) == bool(done)
+
+
+def test_who_only_receives_finds_ways_back_by_probing() -> None:
+    """One EV of four swallows what B sends: what was probed on it stays unanswered, and it is never a way back."""
+    dead = 0x10001
+
+    def fate(datagram: Datagram) -> str:
+        return "lose" if datagram.peer == A and datagram.entropy == dead else "pass"
+
+    channel = Channel(fate, QpSettings(64, 2000, timeout_ns=400_000), memory_bytes=150_000)
+    channel.write(A, 0, payload(150_000), 0)
+    channel.run()
+    peer = channel.endpoints[B].peers[A]
+    assert peer.counters["ev probes"] > 10 and peer.counters["ev probes unanswered"] > 0
+    assert set(peer.reverse_evs) <= {0, 1} and dead not in peer.reverse_evs.values()
+    sacks = control(channel, Opcode.SACK)
+    early = [sack for sack in sacks if sack.entropy != sack.message.need(Seth).entropy]
+    assert len(early) > len(sacks) / 2  # by a way of its own, not by the data's
+    assert sum(sack.entropy == dead for sack in sacks) < len(sacks) / 8
+    assert channel.inside(B) == payload(150_000)
+
+
+def test_who_also_sends_learns_ways_back_from_its_sacks() -> None:
+    channel = Channel(always, QpSettings(64, 2000, timeout_ns=400_000), memory_bytes=100_000)
+    for host in HOSTS:
+        channel.write(host, 0, payload(100_000), 0)
+    channel.run()
+    assert control(channel, Opcode.ENDPOINT_REQUEST) == []
+    assert all(set(channel.endpoints[host].peers[peer].reverse_evs) == {0, 1} for host, peer in (HOSTS, HOSTS[::-1]))
+
+
+def planes_used(channel: Channel, since: int) -> set[int]:
+    return {d.entropy >> 16 for d in channel.sent[since:] if d.is_data}
+
+
+def test_a_port_goes_down_and_comes_back() -> None:
+    """What was in flight by it goes again at once, without a timeout; the peer hears of it and leaves the plane, too;
+    back up, its EVs are probed before they carry data."""
+    channel = Channel(always, SMALL, memory_bytes=60_000, probe_interval_ns=20_000)
+    for host in HOSTS:
+        channel.write(host, 0, payload(60_000), 0)
+    channel.run(until_ns=50_000)
+    channel.fate = lambda datagram: "lose" if datagram.entropy >> 16 == 1 else "pass"
+    channel.endpoints[A].set_port(1, up=False)
+    channel.deliver(A, [])
+    update = control(channel, Opcode.ENDPOINT_REQUEST)[0]
+    assert update.message.need(Erth).port_status_mask == 0b01 and update.message.bth.dqp == 2
+    assert update.entropy >> 16 == 0
+    mark = len(channel.sent)
+    channel.run(until_ns=channel.now_ns + 25_000)
+    half = len(channel.sent)
+    channel.run(until_ns=channel.now_ns + 100_000)
+    assert planes_used(channel, half) == {0}
+    assert {d.entropy >> 16 for d in channel.sent[mark:] if d.peer == B} == {0}
+    for host in HOSTS:
+        paths = channel.endpoints[host].pairs[QPNS[host]].requestor.paths
+        assert {paths.state(0x10000), paths.state(0x10001)} == {EvState.DENIED}
+    assert channel.counters(A)[0]["timeouts"] == 0
+    channel.fate = always
+    channel.endpoints[A].set_port(1, up=True)
+    channel.deliver(A, [])
+    again = len(channel.sent)
+    channel.run()
+    probes = [d for d in channel.sent[again:] if d.message.bth.opcode == Opcode.PROBE]
+    assert {d.entropy >> 16 for d in probes} == {1} and len(probes) >= 3
+    assert planes_used(channel, again) == {0, 1}
+    for host in HOSTS:
+        paths = channel.endpoints[host].pairs[QPNS[host]].requestor.paths
+        assert {paths.state(ev) for ev in (0, 1, 0x10000, 0x10001)} == {EvState.GOOD}
+        assert channel.done(host) == [0] and channel.inside(host) == payload(60_000)
+
+
+def test_a_port_update_is_repeated_until_answered() -> None:
+    channel = Channel(lambda _: "lose", SMALL)
+    channel.endpoints[A].set_port(0, up=False)
+    channel.deliver(A, [])
+    channel.run(until_ns=1_000_000)
+    sent = len(control(channel, Opcode.ENDPOINT_REQUEST))
+    assert 3 <= sent <= 6  # at 0, 0.1, 0.3, 0.7 ms
+    channel.fate = always
+    channel.run()
+    assert len(control(channel, Opcode.ENDPOINT_REQUEST)) == sent + 1
+    assert channel.endpoints[B].peers[A].closed == {0}
+
+
+def test_nobody_believes_that_the_last_port_is_down() -> None:
+    """It came by one of them. Nor is an answer believed that was not asked for."""
+    channel = Channel(always, SMALL)
+    update = message(Bth(Opcode.ENDPOINT_REQUEST, dqp=2, psn=7), Erth(port_status_mask=0))
+    (sent,) = answer(channel, Datagram(A, 0, update))
+    assert sent.message.bth.opcode == Opcode.ENDPOINT_RESPONSE and sent.message.bth.psn == 7
+    (probe,) = answer(channel, Datagram(A, 0x10001, message(Bth(Opcode.ENDPOINT_REQUEST, dqp=2), Erth(op=1))))
+    assert probe.message.need(Eeth).operation == 1 and probe.entropy == 0x10001
+    answer(channel, Datagram(A, 0, message(Bth(Opcode.ENDPOINT_RESPONSE, dqp=2, psn=5), Eeth())))
+    peer = channel.endpoints[B].peers[A]
+    assert peer.closed == frozenset() and peer.counters == {"bad port status": 1, "stale responses": 1}
+
+
+def test_without_any_port_queue_pairs_fail() -> None:
+    channel = Channel(lambda _: "lose", SMALL)
+    channel.write(A, 3, payload(100), 0)
+    channel.deliver(A, [])
+    for plane in (0, 1):
+        channel.endpoints[A].set_port(plane, up=False)
+    channel.deliver(A, [])
+    assert channel.completions[A] == [Completion(QPNS[A], Kind.WRITE, 3, Status.NO_PORT)]
+
+
 # What the responder refuses. One valid write, changed in one place.
 
 
@@ -417,7 +555,7 @@ def arriving(psn: int = 0, data: bytes = b"data", immediate: int | None = None, 
 def answer(channel: Channel, datagram: Datagram) -> Any:
     before = len(channel.sent)
     channel.deliver(B, [datagram])
-    return channel.sent[before:]
+    return [sent for sent in channel.sent[before:] if sent.message.bth.opcode != Opcode.ACKNOWLEDGE]
 
 
 @pytest.mark.parametrize(
@@ -546,9 +684,9 @@ def test_what_belongs_to_nobody_is_counted() -> None:
     good = arriving(r_key=channel.keys[B])
     stranger = good._replace(peer=1)
     nowhere = good._replace(message=good.message._replace(bth=good.message.bth._replace(dqp=9)))
-    ack = Datagram(A, 0, message(Bth(Opcode.ACKNOWLEDGE, dqp=QPNS[B]), Aeth()))
+    lost = Datagram(A, 0, message(Bth(Opcode.ENDPOINT_RESPONSE, dqp=QPNS[B]), Eeth()))
     cut = Datagram(A, 0, message(Bth(Opcode.PROBE, dqp=QPNS[B]), Peth()), trimmed=True)
-    for datagram in (stranger, nowhere, ack, cut):
+    for datagram in (stranger, nowhere, lost, cut):
         assert answer(channel, datagram) == []
     assert channel.endpoints[B].counters == {"unknown queue pair": 2, "not handled": 1, "trimmed control": 1}
     assert channel.inside(B) == bytes(4096)
@@ -557,27 +695,23 @@ def test_what_belongs_to_nobody_is_counted() -> None:
 # Hostile peers.
 
 
+def strike(channel: Channel, host: int, content: Message, ce: bool, trimmed: bool, dqp: int | None = None) -> None:
+    """A message in the peer's name; only the key it cannot know is wrong."""
+    reth = content.get(Reth)
+    assert reth is None or reth.r_key != channel.keys[host]
+    bth = content.bth._replace(dqp=QPNS[host] if dqp is None else dqp)
+    channel.deliver(host, [Datagram(A if host == B else B, 1, content._replace(bth=bth), ce, trimmed)])
+
+
 @settings(deadline=None, max_examples=80)
 @given(st.lists(st.tuples(messages(), st.booleans(), st.booleans()), max_size=12), st.data())
 def test_hostile_packets_change_no_memory_and_stop_nobody(hostile: list[Any], data: st.DataObject) -> None:
-    """Any message to the right queue pair, before and after a transfer; only the key they cannot know is wrong.
-
-    Not during: a refused write is answered with UNEXP_EVENT, which ends the queue pair whose number was forged.
-    """
+    """Any message to the right queue pair, before and after a transfer."""
     channel = Channel(always, SMALL)
-    strikes = iter(hostile)
-
-    def strike(count: int) -> None:
-        for content, trimmed, ce in itertools.islice(strikes, count):
-            for host, peer in (HOSTS, HOSTS[::-1]):
-                if content.bth.opcode == Opcode.NACK and content.need(Neth).nack_reason == NackReason.UNEXP_EVENT:
-                    continue  # a peer may end its own queue pair
-                bth = content.bth._replace(dqp=QPNS[host])
-                reth = content.get(Reth)
-                assert reth is None or reth.r_key != channel.keys[host]
-                channel.deliver(host, [Datagram(peer, 1, content._replace(bth=bth), ce, trimmed)])
-
-    strike(data.draw(st.integers(0, len(hostile))))
+    first = data.draw(st.integers(0, len(hostile)))
+    for content, trimmed, ce in hostile[:first]:
+        for host in HOSTS:
+            strike(channel, host, content, ce, trimmed)
     channel.run(until_ns=1_000_000)
     assert channel.inside(A) == channel.inside(B) == bytes(4096)
     channel.write(A, 0, payload(1000), 0)
@@ -586,8 +720,59 @@ def test_hostile_packets_change_no_memory_and_stop_nobody(hostile: list[Any], da
     assert channel.inside(B)[:1000] == payload(1000) and channel.inside(B)[1000:1100] == payload(100)
     assert channel.inside(A) == bytes(4096)
     assert channel.done(A) == [0, 1] and channel.done(B, Kind.IMMEDIATE) == [5]
-    strike(len(hostile))
+    for content, trimmed, ce in hostile[first:]:
+        for host in HOSTS:
+            strike(channel, host, content, ce, trimmed)
     assert channel.inside(B)[1100:] == bytes(2996)
+
+
+BLIND = st.sampled_from(
+    [*WRITE_OPCODES, Opcode.NACK, Opcode.PROBE, Opcode.ENDPOINT_REQUEST, Opcode.ENDPOINT_RESPONSE]
+).flatmap(messages)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 40), BLIND, st.integers(0, 120), st.booleans(), st.booleans()), max_size=12),
+    st.sampled_from([0, 0xFFFFF0]),
+)
+def test_blind_forgeries_during_a_transfer_stop_nobody(hostile: list[Any], psn: int) -> None:
+    """Writes with a wrong key, NACKs of any reason, probes and endpoint requests, at PSNs in flight.
+
+    Not acknowledgements: those are believed, as in RoCE.
+    """
+    channel = Channel(always, SMALL, psn=psn)
+    channel.now_ns = 1_000_000  # not 0: a forger may guess that
+    channel.write(A, 0, payload(4000), 0)
+    channel.write(A, 1, payload(96), 4000, immediate=5)
+    for wait, content, number, trimmed, ce in sorted(hostile, key=lambda each: each[0]):
+        channel.run(until_ns=1_000_000 + wait * 3000)
+        target = content.bth._replace(psn=psn + number & 0xFFFFFF)
+        headers = [h._replace(nack_psn=target.psn) if isinstance(h, Neth) else h for h in content.headers]
+        dqp = 2 if content.bth.opcode in (Opcode.ENDPOINT_REQUEST, Opcode.ENDPOINT_RESPONSE) else None
+        for host in HOSTS:
+            strike(channel, host, Message(target, tuple(headers), content.payload), ce, trimmed, dqp)
+    channel.run(until_ns=2_000_000_000)
+    assert channel.inside(B) == payload(4000) + payload(96) and channel.inside(A) == bytes(4096)
+    assert channel.done(A) == [0, 1] and channel.done(B, Kind.IMMEDIATE) == [5]
+    assert all(completion.status is Status.OK for completion in channel.completions[A])
+
+
+def test_a_forged_write_with_a_wrong_key_does_not_end_the_writer() -> None:
+    """The responder refuses it and says so to the real writer, who knows from EV and stamp that it sent no such."""
+    channel = Channel(always, SMALL)
+    channel.write(A, 0, payload(1024), 0)
+    channel.deliver(A, [])
+    channel.now_ns += 5_000
+    real = next(d for d in channel.sent if d.message.bth.psn == 3)
+    forged = arriving(3, b"evil", r_key=0xBAD)._replace(entropy=real.entropy)
+    (nack,) = answer(channel, forged)
+    assert nack.message.need(Neth).nack_reason == NackReason.UNEXP_EVENT
+    channel.run()
+    requestor, responder = channel.counters(A)[0], channel.counters(B)[1]
+    assert channel.completions[A] == [Completion(QPNS[A], Kind.WRITE, 0)]
+    assert requestor["stale nacks"] == responder["UNEXP_EVENT"] == 1
+    assert channel.inside(B)[:1024] == payload(1024)
 
 
 def test_mistakes_name_the_fix() -> None:

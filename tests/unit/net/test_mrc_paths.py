@@ -65,6 +65,45 @@ def test_one_skip_is_restored_per_packet() -> None:
     assert [paths.state(ev) for ev in order] == [EvState.GOOD, *[EvState.SKIP] * 3]
 
 
+def test_when_all_are_skipped_a_backup_comes_in() -> None:
+    """One active EV and one backup, as in the paper's section 5.2.5; without SKIP the flow stays where it is."""
+    paths = profile([0, 1], active=1)
+    (first,) = paths.active
+    paths.skip(first)
+    assert paths.active == [1 - first] and paths.state(first) is EvState.GOOD
+    assert set(take(paths, 5)) == {1 - first}
+    stays = profile([0, 1], active=1, skip=False)
+    (first,) = stays.active
+    stays.skip(first)
+    assert stays.active == [first]
+    alone = profile([7], active=1)
+    alone.skip(7)
+    assert alone.state(7) is EvState.SKIP and take(alone, 2) == [7, 7]
+
+
+def test_closed_planes_are_out_and_come_back_by_probes() -> None:
+    paths = profile()
+    denied = next(ev for ev in EVS if plane_of(ev) == 1)
+    paths.deny(denied)
+    paths.close(frozenset({1}), 0)
+    assert {plane_of(ev) for ev in paths.active} == {0, 2, 3} and paths.probes_due(10**12) == []
+    paths.close(frozenset({1}), 50)
+    paths.close(frozenset(), 100)
+    others = [ev for ev in EVS if plane_of(ev) == 1 and ev != denied]
+    assert {paths.state(ev) for ev in others} == {EvState.ASSUMED_BAD} and paths.probes_due(100) == others
+    assert paths.state(denied) is EvState.DENIED  # somebody else's order
+    for round_number in range(4):
+        for ev in others:
+            paths.probed(ev)
+        paths.probes_due(10**12 * (1 + round_number))
+    assert {paths.state(ev) for ev in others} == {EvState.GOOD} and {plane_of(ev) for ev in paths.active} == {
+        0,
+        1,
+        2,
+        3,
+    }
+
+
 def test_a_suspect_is_replaced_by_a_backup_of_its_plane() -> None:
     paths = profile()
     suspect = paths.active[0]
