@@ -31,7 +31,7 @@ import numpy as np
 
 from dpu.nvme.wire import CompletionEntry, DsmRange, SubmissionEntry
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAGIC: Final = 0x31555044454D5544  # "DUMEDPU1"
 
 PAGE: Final = 4096
@@ -106,7 +106,28 @@ SQ: Final = _words(
 
 CQ: Final = _words("live", "epoch", "entries", "iova", "vector", "interrupts", "posted", "signals", size=64)
 
-SPACE: Final = _words("reads", "writes", "bytes_read", "bytes_written", "others", "errors", "media_errors", size=64)
+# Five words for each kind of command that moves data, so that one piece of code counts all of them.
+TALLY: Final = _words(
+    "count", "bytes", "ticks", "ticks_max", "ticks_min"
+)  # found in the queue -> posted; min 0: none
+TALLY_BYTES: Final = TALLY.itemsize
+TALLY_READ: Final = 0
+TALLY_WRITE: Final = 1
+TALLY_UNMAP: Final = 2
+TALLY_COPY: Final = 3
+
+SPACE: Final = _words(
+    *("reads", "bytes_read", "read_ticks", "read_ticks_max", "read_ticks_min"),
+    *("writes", "bytes_written", "write_ticks", "write_ticks_max", "write_ticks_min"),
+    *("unmaps", "bytes_unmapped", "unmap_ticks", "unmap_ticks_max", "unmap_ticks_min"),
+    *("copies", "bytes_copied", "copy_ticks", "copy_ticks_max", "copy_ticks_min"),
+    "others",
+    "errors",
+    "media_errors",
+    "miscompares",
+    size=192,
+)
+SPACE_BYTES: Final = SPACE.itemsize
 
 # in-flight states: the replay rule (DESIGN rule 5)
 FREE: Final = 0

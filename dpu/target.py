@@ -31,8 +31,9 @@ from typing import Any, Protocol
 from dpu.backends import BACKENDS, Backend, FileBackend, MemoryBackend, NullBackend, os_error, stash_key
 from dpu.backends.file import CacheMode
 from dpu.errors import RpcError
+from dpu.iostat import IoStat, Row
 from dpu.killpoint import killpoint
-from dpu.layout import NAMESPACES
+from dpu.layout import IO_QUEUES, NAMESPACES, QUEUE_ENTRIES_MAX, TRANSFER_MAX
 from dpu.nvme.interfaces import NamespaceInfo
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,12 @@ class Host(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """The JSON-able answer of ``dpu_get_stats``."""
+
+    def io_rows(self, nqn: str | None = None) -> list[Row]:
+        """The counters of every controller, or of those of one subsystem."""
+
+    def clock(self) -> tuple[int, int]:
+        """Ticks per second of the counters' clock, and its time."""
 
     def stop(self) -> None:
         """End the daemon cleanly."""
@@ -230,6 +237,7 @@ class Target:
         self.bdevs: dict[str, Backend] = {}
         self.transport: Transport | None = None
         self.subsystems: dict[str, Subsystem] = {}
+        self.iostat = IoStat()
         self._malloc_count = 0
         self._lock = asyncio.Lock()
         self._bdev_added = asyncio.Event()
@@ -243,7 +251,12 @@ class Target:
             "bdevs": [backend.to_config() for backend in self.bdevs.values()],
             "transport": vars(self.transport) if self.transport else None,
             "subsystems": [subsystem.to_config() for subsystem in self.subsystems.values()],
+            "iostat": self.iostat.to_config(),
         }
+
+    def commit_counts(self) -> None:
+        """Store what ``iostat`` has been told."""
+        self.host.commit(self.to_config())
 
     def from_config(self, config: dict[str, Any], fds: dict[str, int]) -> None:
         """Take over from a dead worker. ``config``: of its last ``Host.commit``, {} when there was none.
@@ -260,6 +273,8 @@ class Target:
             self.transport = Transport(**config["transport"]) if config["transport"] else None
             for row in config["subsystems"]:
                 self.subsystems[row["nqn"]] = self._subsystem_from_config(row)
+            self.iostat.from_config(config["iostat"])
+        self.iostat.keep(self.bdevs)
         for key in [key for key in fds if key.startswith(stash_key(""))]:
             os.close(fds.pop(key))
             self.host.unstash(key)
@@ -446,7 +461,43 @@ class Target:
             for subsystem, nsid in users:
                 await self.host.namespace_removed(subsystem, nsid)
             self._release(backend)
+            self.iostat.keep(self.bdevs)
             return True
+
+    def get_iostat(
+        self, names: list[str] | None = None, per_channel: bool = False, reset_mode: str = "none"
+    ) -> dict[str, Any]:
+        """What has been served: of all, or of ``names``; of one by pollers with ``per_channel``."""
+        backends = self._named(names)
+        if per_channel and (names is None or len(names) != 1):
+            raise os_error(errno.EINVAL)
+        tick_rate, ticks = self.host.clock()
+        rows = self.host.io_rows()
+        answer: dict[str, Any] = {"tick_rate": tick_rate, "ticks": ticks}
+        if per_channel:
+            (name,) = backends
+            answer |= {"name": name, "channels": self.iostat.report_channels(name, rows)}
+        else:
+            answer["bdevs"] = [self.iostat.report(name, rows) for name in backends]
+        self._reset_iostat(backends, reset_mode)
+        return answer
+
+    def reset_iostat(self, name: str | None = None, mode: str = "all") -> bool:
+        """Count from zero again; ``mode``: of dpu.iostat.RESET_MODES."""
+        self._reset_iostat(self._named(None if name is None else [name]), mode)
+        return True
+
+    def _reset_iostat(self, names: list[str], mode: str) -> None:
+        if mode != "none":
+            self.iostat.reset(names, self.host.io_rows(), mode)
+            self.commit_counts()
+
+    def _named(self, names: list[str] | None) -> list[str]:
+        """Names of back ends for names and aliases; -19 when there is none."""
+        found = [self.find_bdev(name) for name in names] if names is not None else list(self.bdevs.values())
+        if any(backend is None for backend in found):
+            raise os_error(errno.ENODEV)
+        return [backend.name for backend in found if backend is not None]
 
     # -- transport and subsystems
 
@@ -460,6 +511,31 @@ class Target:
             with self._change():
                 self.transport = transport
             return True
+
+    def get_transports(self, trtype: str | None = None) -> list[dict[str, Any]]:
+        """The one transport, if it was created. SPDK's keys; the limits are this card's."""
+        if trtype is not None and (trtype.upper() != TRANSPORT or self.transport is None):
+            raise os_error(errno.ENODEV)
+        if self.transport is None:
+            return []
+        return [
+            {
+                "trtype": TRANSPORT,
+                "max_queue_depth": QUEUE_ENTRIES_MAX,
+                "max_io_qpairs_per_ctrlr": IO_QUEUES,
+                "in_capsule_data_size": 0,
+                "max_io_size": TRANSFER_MAX,
+                "max_aq_depth": QUEUE_ENTRIES_MAX,
+                "iobuf_small_cache_size": 0,
+                "iobuf_large_cache_size": 0,
+                "dif_insert_or_strip": False,
+                "zcopy": False,
+                "abort_timeout_sec": 0,
+                "ack_timeout": 0,
+                "data_wr_pool_size": 0,
+                "disable_command_passthru": True,
+            }
+        ]
 
     async def create_subsystem(
         self,
@@ -557,6 +633,9 @@ class Target:
             namespace = Namespace(nsid, backend, uuid or backend.uuid, nguid or backend.uuid.bytes, eui64 or bytes(8))
             with self._change():
                 subsystem.by_nsid[nsid] = namespace
+                for row in self.host.io_rows(nqn):
+                    if row.nsid == nsid:
+                        self.iostat.attach(row, backend.name)
             try:
                 self.host.namespace_added(subsystem, nsid)
             except BaseException:
@@ -602,6 +681,9 @@ class Target:
                 await self._quietly(self.host.unlisten(listener.key), f"close listener {listener.key}")
                 raise
             return True
+
+    def get_listeners(self, nqn: str) -> list[dict[str, Any]]:
+        return [{"address": listener.describe()} for listener in self._subsystem(nqn).listeners.values()]
 
     async def remove_listener(self, *, nqn: str, trtype: str, traddr: str, trsvcid: str = "") -> bool:
         async with self._lock:

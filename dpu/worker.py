@@ -36,9 +36,10 @@ from dpu import killpoint, layout
 from dpu.backends import Backend, FileBackend, MemoryBackend
 from dpu.channel import Channel, ConfigStore, Health, Packet, from_fd
 from dpu.errors import EmuError, VfioUserError
-from dpu.fastpath.poller import SPIN_PASSES, Poller, compile_all
+from dpu.fastpath.poller import SPIN_PASSES, Poller, compile_all, now, tick_rate
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
+from dpu.iostat import Row
 from dpu.rpc.dispatcher import Dispatcher
 from dpu.rpc.methods import method_table
 from dpu.rpc.server import Server
@@ -303,6 +304,9 @@ class Worker:
         client = Client(self, number, key, packet.fds[0], subsystem)
         client.open(*(areas or self._make_areas(number)), self._cntlid(subsystem))
         self.clients[number] = client
+        for row in self._io_rows_of(client):
+            if row.nsid in subsystem.by_nsid:
+                self.target.iostat.attach(row, subsystem.backend(row.nsid).name)
         return client
 
     def _adopt_client(self, packet: Packet, others: list[Packet]) -> None:
@@ -347,9 +351,12 @@ class Worker:
         client = self.clients.get(number)
         if client is not None:
             await client.close()
+            self.target.iostat.settle(self._io_rows_of(client))
+            self.target.commit_counts()
             del self.clients[number]
             for key in self._keys(number):
                 self.unstash(key)
+        self.target.iostat.forget(number)
         self.channel.send("forget", client=number)
         gc.collect()  # a controller is a ring of references that holds mappings and descriptors; see main()
 
@@ -419,6 +426,18 @@ class Worker:
             "pollers": [poller.describe() for poller in self.pollers],
             "controllers": [client.stats() for client in self.clients.values() if not client.closed],
         }
+
+    def io_rows(self, nqn: str | None = None) -> list[Row]:
+        clients = [client for client in self.clients.values() if nqn in (None, client.subsystem.nqn)]
+        return [row for client in clients for row in self._io_rows_of(client)]
+
+    def _io_rows_of(self, client: Client) -> list[Row]:
+        thread = self.pollers.index(client.plane.poller) + 1
+        spaces = client.plane.spaces[: client.subsystem.max_namespaces]
+        return [Row(client.number, nsid, thread, words) for nsid, words in enumerate(spaces, 1)]
+
+    def clock(self) -> tuple[int, int]:
+        return tick_rate(), now()
 
     def stop(self) -> None:
         self.channel.send("stop")

@@ -88,12 +88,19 @@ from dpu.layout import (
     SEGMENTS,
     SLOTS,
     SPACE,
+    SPACE_BYTES,
     SPACE_OFFSET,
     SQ,
     SQ_BYTES,
     SQ_FETCHED,
     SQ_OFFSET,
     STOP,
+    TALLY,
+    TALLY_BYTES,
+    TALLY_COPY,
+    TALLY_READ,
+    TALLY_UNMAP,
+    TALLY_WRITE,
     TRANSFER_MAX,
     URING,
     URING_CQE,
@@ -108,7 +115,8 @@ from dpu.nvme.wire import BROADCAST_NSID, AdminOpcode, NvmOpcode, Status
 # Names as plain numbers: compiled code takes globals as constants.
 _FLUSH, _WRITE, _READ = int(NvmOpcode.FLUSH), int(NvmOpcode.WRITE), int(NvmOpcode.READ)
 _COMPARE, _ZEROES = int(NvmOpcode.COMPARE), int(NvmOpcode.WRITE_ZEROES)
-_DSM, _AER = int(NvmOpcode.DATASET_MANAGEMENT), int(AdminOpcode.ASYNC_EVENT_REQUEST)
+_DSM, _COPY = int(NvmOpcode.DATASET_MANAGEMENT), int(NvmOpcode.COPY)
+_AER = int(AdminOpcode.ASYNC_EVENT_REQUEST)
 _BROADCAST = int(BROADCAST_NSID)
 
 _DNR = 1 << 14  # Do Not Retry (Base 4.6.1): the same command would fail again
@@ -124,7 +132,8 @@ _PRP_OFFSET = int(Status.PRP_OFFSET_INVALID) | _DNR
 _LBA_RANGE = int(Status.LBA_OUT_OF_RANGE) | _DNR
 _CAPACITY = int(Status.CAPACITY_EXCEEDED) | _DNR
 _WRITE_PROTECTED = int(Status.NAMESPACE_WRITE_PROTECTED) | _DNR
-_COMPARE_FAILURE = int(Status.COMPARE_FAILURE) | _DNR
+_MISCOMPARE = int(Status.COMPARE_FAILURE)
+_COMPARE_FAILURE = _MISCOMPARE | _DNR
 _WRITE_FAULT = int(Status.WRITE_FAULT)
 _READ_ERROR = int(Status.UNRECOVERED_READ_ERROR)
 _INTERNAL = int(Status.INTERNAL_ERROR)
@@ -328,36 +337,57 @@ def map_lookup(ns: Any, lba: int) -> int:
 
 
 @inlined
+def count_io(c: Any, entry: Any, sq: Any, status: int, op: int, space: int, spent: int) -> None:
+    """Count a command on the namespace whose counters are at ``space``."""
+    if status or (op != _READ and op != _WRITE and op != _DSM and op != _COPY):
+        row = view(space, 1, SPACE)[0]
+        if status == 0:
+            row.others += 1
+            return
+        row.errors += 1
+        if status & 0x7FF == _MISCOMPARE:
+            row.miscompares += 1
+        elif status >> 8 & 7 == 2:  # Media and Data Integrity Errors
+            row.media_errors += 1
+        return
+    kind = TALLY_READ
+    if op == _READ:
+        sq.bytes_read += entry.bytes
+    elif op == _WRITE:
+        kind = TALLY_WRITE
+        sq.bytes_written += entry.bytes
+    else:
+        kind = TALLY_UNMAP if op == _DSM else TALLY_COPY
+    tally = view(space + TALLY_BYTES * kind, 1, TALLY)[0]
+    tally.count += 1
+    tally.bytes += entry.bytes
+    tally.ticks += spent
+    if spent > tally.ticks_max:
+        tally.ticks_max = spent
+    if spent < tally.ticks_min or tally.ticks_min == 0:
+        tally.ticks_min = spent
+
+
+@inlined
 def count_command(p: Any, c: Any, entry: Any, sq: Any, status: int) -> None:
     """Counters, stamps and histogram of a command that ends."""
     sqid = entry.sqid
     op = signed(entry.sqe.opcode)
+    spent = 0
+    if p.stamps:
+        now = ticks()
+        sq.ticks_wait += entry.begun - entry.seen
+        sq.ticks_serve += now - entry.begun
+        spent = min(max(now - entry.seen, 0), 1 << 40)  # counters of two CPUs may differ
     sq.commands += 1
     if status:
         sq.errors += 1
     if sqid:
         nsid = signed(entry.sqe.nsid)
         if 0 < nsid <= NAMESPACES:
-            space = view(c.state + SPACE_OFFSET, NAMESPACES, SPACE)[nsid - 1]
-            if status:
-                space.errors += 1
-                if status >> 8 & 7 == 2:  # Media and Data Integrity Errors
-                    space.media_errors += 1
-            elif op == _READ:
-                space.reads += 1
-                space.bytes_read += entry.bytes
-                sq.bytes_read += entry.bytes
-            elif op == _WRITE:
-                space.writes += 1
-                space.bytes_written += entry.bytes
-                sq.bytes_written += entry.bytes
-            else:
-                space.others += 1
+            count_io(c, entry, sq, status, op, c.state + SPACE_OFFSET + SPACE_BYTES * (nsid - 1), spent)
     if p.stamps:
-        now = ticks()
-        sq.ticks_wait += entry.begun - entry.seen
-        sq.ticks_serve += now - entry.begun
-        ns = min(max(now - entry.seen, 0), 1 << 40) * p.ns_mult >> 20  # counters of two CPUs may differ
+        ns = spent * p.ns_mult >> 20
         bucket = ns
         if ns >= 1 << HISTOGRAM_STEP_BITS:
             exponent = bit_length(ns) - 1 - HISTOGRAM_STEP_BITS
@@ -613,11 +643,13 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
         return _OK
     if ns.readonly:
         return _WRITE_PROTECTED
-    operations = 0
+    operations = cleared = 0
     for i in range(count):
         size = signed(ranges[i].nlb) << ns.shift
         if size and ns.discard:
+            cleared += size
             operations += clear(p, c, slot, entry, ns, ranges[i].slba << ns.shift, size)
+    entry.bytes = cleared
     return to_uring(p, c, slot, entry, operations) if operations else _OK
 
 
@@ -654,6 +686,7 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     if threads:
         if blocks << ns.shift > TRANSFER_MAX and op != _ZEROES:
             return _INVALID_FIELD
+        entry.bytes = blocks << ns.shift
         return to_control(p, c, slot, entry)
     if op == _ZEROES:
         return write_zeroes(p, c, slot, entry, ns, lba, blocks)

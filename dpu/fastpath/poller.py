@@ -31,8 +31,14 @@ _EVENT = (1).to_bytes(8, "little")
 
 
 @compiled
-def _now() -> int:
+def now() -> int:
+    """The clock of the stamps, in ticks."""
     return ticks()
+
+
+def tick_rate() -> int:
+    """Ticks per second."""
+    return (1_000_000_000 << 20) // ns_multiplier()
 
 
 def compile_all() -> None:
@@ -42,7 +48,7 @@ def compile_all() -> None:
         asic.ring_push.compile("boolean(int64,int64)")  # type: ignore[attr-defined]
         asic.ring_peek.compile("int64(int64)")  # type: ignore[attr-defined]
         asic.ring_drop.compile("void(int64)")  # type: ignore[attr-defined]
-        _now.compile("int64()")  # type: ignore[attr-defined]
+        now.compile("int64()")  # type: ignore[attr-defined]
     ns_multiplier()
 
 
@@ -51,9 +57,9 @@ def ns_multiplier(seconds: float = 0.02) -> int:
     """``ns_mult`` of layout.POLLER: measured, since the rate of the time stamp counter is nowhere to be read."""
     if not JIT:
         return 1 << 20  # plain Python's ticks are nanoseconds
-    begin = _now(), time.perf_counter_ns()
+    begin = now(), time.perf_counter_ns()
     time.sleep(seconds)
-    passed = _now() - begin[0], time.perf_counter_ns() - begin[1]
+    passed = now() - begin[0], time.perf_counter_ns() - begin[1]
     return (passed[1] << 20) // max(passed[0], 1)
 
 

@@ -64,6 +64,12 @@ def string(value: Any) -> str:
     return value
 
 
+def strings(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise BadParam("must be an array of strings")
+    return [string(one) for one in value]
+
+
 def _encodable(text: str) -> bool:
     try:
         text.encode()

@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import Any
 
 from dpu.backends import FileBackend, MemoryBackend, NullBackend
+from dpu.iostat import RESET_MODES
 from dpu.rpc.dispatcher import (
     INVALID_PARAMS,
     TIMEOUT_S,
@@ -29,6 +30,7 @@ from dpu.rpc.dispatcher import (
     one_of,
     only,
     string,
+    strings,
     u32,
     u64,
     uuid,
@@ -100,6 +102,15 @@ def method_table(target: Target) -> dict[str, Method]:
     async def get_bdevs(name: str | None, timeout: int) -> list[dict[str, Any]]:
         return await target.get_bdevs(name, timeout)
 
+    async def wait_for_examine() -> bool:
+        return True  # no bdev is made of another's contents, so none is being examined
+
+    async def get_iostat(names: list[str] | None, per_channel: bool, reset_mode: str) -> dict[str, Any]:
+        return target.get_iostat(names, per_channel, reset_mode)
+
+    async def reset_iostat(name: str | None, mode: str) -> bool:
+        return target.reset_iostat(name, mode)
+
     async def delete_null(name: str) -> bool:
         return await target.delete_bdev(name, NullBackend)
 
@@ -112,6 +123,9 @@ def method_table(target: Target) -> dict[str, Method]:
     async def create_transport(trtype: str, **options: bool) -> bool:
         return await target.create_transport(trtype, Transport(**options))
 
+    async def get_transports(trtype: str | None) -> list[dict[str, Any]]:
+        return target.get_transports(trtype)
+
     async def get_subsystems(nqn: str | None) -> list[dict[str, Any]]:
         return target.get_subsystems(nqn)
 
@@ -123,6 +137,9 @@ def method_table(target: Target) -> dict[str, Method]:
 
     async def add_listener(nqn: str, listen_address: dict[str, str]) -> bool:
         return await target.add_listener(nqn=nqn, **listen_address)
+
+    async def get_listeners(nqn: str) -> list[dict[str, Any]]:
+        return target.get_listeners(nqn)
 
     async def remove_listener(nqn: str, listen_address: dict[str, str]) -> bool:
         return await target.remove_listener(nqn=nqn, **listen_address)
@@ -153,6 +170,21 @@ def method_table(target: Target) -> dict[str, Method]:
                 _neutral("md_interleave", False),
                 _neutral("numa_id", -1),
             ),
+        ),
+        Method("bdev_wait_for_examine", wait_for_examine),
+        Method(
+            "bdev_get_iostat",
+            get_iostat,
+            (
+                Param("names", strings),
+                Param("per_channel", boolean, default=False),
+                Param("reset_mode", one_of(*RESET_MODES), default="none"),
+            ),
+        ),
+        Method(
+            "bdev_reset_iostat",
+            reset_iostat,
+            (Param("name", string), Param("mode", one_of(*RESET_MODES), default="all")),
         ),
         Method("bdev_malloc_delete", delete_memory, (_name(),)),
         Method(
@@ -224,6 +256,7 @@ def method_table(target: Target) -> dict[str, Method]:
             ),
             INVALID_PARAMS,
         ),
+        Method("nvmf_get_transports", get_transports, (Param("trtype", string), _TGT_NAME), INVALID_PARAMS),
         Method(
             "nvmf_create_subsystem",
             target.create_subsystem,
@@ -290,6 +323,7 @@ def method_table(target: Target) -> dict[str, Method]:
             ),
             INVALID_PARAMS,
         ),
+        Method("nvmf_subsystem_get_listeners", get_listeners, (_NQN, _TGT_NAME), INVALID_PARAMS),
         Method(
             "nvmf_subsystem_remove_listener",
             remove_listener,

@@ -2,7 +2,8 @@
 
 ``spdk_rpc_vectors.json`` holds recorded requests and answers. They are replayed in order on one daemon's
 server and compared field by field. Values that a run makes (UUIDs and what is made of them) are bound at
-first sight and must then stay the same. ``DEVIATIONS`` lists all that is allowed to differ, with its reason.
+first sight and must then stay the same. ``DEVIATIONS`` lists all that is allowed to differ, with its reason,
+``MEASURED`` what is a number of the run, ``LEFT_OUT`` and ``LEFT_OUT_CALLS`` what is not replayed and why.
 """
 
 from __future__ import annotations
@@ -39,6 +40,94 @@ DEVIATIONS = {
     ("bdev_get_bdevs", "*", "driver_specific", "aio", "cache_mode"): "a key of ours",
     ("nvmf_get_subsystems", "*", "dmrsl"): "the controller's Identify has it",
     ("nvmf_get_subsystems", "*", "wzsl"): "the controller's Identify has it",
+}
+
+
+LIMIT = "the card's own limit"
+DEVIATIONS |= {
+    ("nvmf_get_transports", "*", "max_queue_depth"): LIMIT,
+    ("nvmf_get_transports", "*", "max_io_qpairs_per_ctrlr"): LIMIT,
+    ("nvmf_get_transports", "*", "max_io_size"): LIMIT,
+    ("nvmf_get_transports", "*", "max_aq_depth"): LIMIT,
+    ("nvmf_get_transports", "*", "disable_command_passthru"): "there is nothing to pass commands to",
+    ("nvmf_get_transports", "*", "kas"): "the controller's Identify has it",
+    ("nvmf_get_transports", "*", "min_kato"): "a PCIe controller needs no keep alive",
+}
+
+# Numbers that the run makes: compared by their kind, and by tests/conformance/test_iostat.py.
+MEASURED = {
+    ("bdev_get_iostat", "tick_rate"),
+    ("bdev_get_iostat", "ticks"),
+    *(("bdev_get_iostat", "bdevs", "*", name) for name in ("bytes_read", "num_read_ops")),
+    *(("bdev_get_iostat", "bdevs", "*", f"{start}read_latency_ticks") for start in ("", "max_", "min_")),
+}
+
+VOLUMES = "there are no logical volumes yet"
+FAULTS = "needs its own stage on the data path"
+LEFT_OUT = {
+    **dict.fromkeys(
+        [
+            "bdev_lvol_create_lvstore",
+            "bdev_lvol_get_lvstores",
+            "bdev_lvol_create",
+            "bdev_lvol_snapshot",
+            "bdev_lvol_clone",
+            "bdev_lvol_resize",
+            "bdev_lvol_delete",
+            "bdev_lvol_inflate",
+            "bdev_lvol_decouple_parent",
+            "bdev_lvol_get_lvols",
+            "bdev_lvol_rename",
+            "bdev_lvol_set_read_only",
+            "bdev_lvol_rename_lvstore",
+            "bdev_lvol_grow_lvstore",
+        ],
+        VOLUMES,
+    ),
+    **dict.fromkeys(
+        [
+            "bdev_set_qos_limit",
+            "bdev_error_create",
+            "bdev_error_inject_error",
+            "bdev_error_delete",
+            "bdev_delay_create",
+            "bdev_delay_update_latency",
+            "bdev_delay_delete",
+        ],
+        FAULTS,
+    ),
+    "nvmf_get_stats": "its figures are of SPDK's poll groups; dpu_get_stats has ours",
+    "thread_get_stats": "its figures are of SPDK's threads; dpu_get_stats has ours",
+    "iobuf_get_stats": "there are no such buffer pools",
+    "nvmf_subsystem_add_host": "a vfio-user client does not say who it is, so there is nobody to admit",
+    "bdev_examine": "no bdev is made of what is on another one",
+    "bdev_get_histogram": "SPDK's encoding of its own buckets; dpu_get_stats has the latencies of each queue",
+    "bdev_enable_histogram": "histograms are always on",
+    "bdev_set_options": "tunes SPDK's own memory pools",
+    "notify_get_types": "nobody can wait for a notification; a client asks for the state instead",
+    "notify_get_notifications": "as notify_get_types",
+}
+LEFT_OUT |= dict.fromkeys(
+    [
+        "framework_wait_init",
+        "framework_start_init",
+        "framework_get_reactors",
+        "framework_get_subsystems",
+        "log_get_flags",
+        "bdev_uring_create",
+        "bdev_uring_delete",
+    ],
+    "not there yet",
+)
+OF_VOLUMES = dict.fromkeys((41, 42, 48, 49, 50), "a logical volume")
+LEFT_OUT_CALLS = {
+    **OF_VOLUMES,
+    3: "rpc_get_methods once more, with parameters; ours is compared by test_our_methods_are_spdks",
+    67: "lists logical volumes",
+    24: "an io_uring bdev",
+    74: "shows a rate limit",
+    80: "an error bdev",
+    91: "a delay bdev",
 }
 
 
@@ -85,6 +174,9 @@ class Comparison:
         if (self.method, *path) in DEVIATIONS:
             self.met.add((self.method, *path))
             return
+        if (self.method, *path) in MEASURED:
+            assert type(ours) is type(recorded) and ours >= 0, path
+            return
         if isinstance(recorded, dict) and isinstance(ours, dict):
             for key in {**recorded, **ours}:
                 absent = object()
@@ -128,10 +220,16 @@ def test_recorded_calls(served: tuple[str, FakeHost, Target], tmp_path: Path) ->
     def place(text: str) -> str:
         return text.replace(RECORDED_DIR, str(tmp_path)).replace(LVOL["alias"], LVOL["uuid"])
 
-    for number, row in enumerate(VECTORS["calls"]):
+    for row in VECTORS["calls"]:
         request = json.loads(place(json.dumps(row["request"])))
         recorded = json.loads(place(json.dumps(row["answer"])))
-        method = request["method"]
+        method, number = request["method"], request["id"]
+        if method in LEFT_OUT:
+            unknown = {"jsonrpc": "2.0", "id": number, "error": {"code": -32601, "message": "Method not found"}}
+            assert wire.call(request) == unknown, f"{method} is there now: replay it"
+            continue
+        if number in LEFT_OUT_CALLS:
+            continue
         if request.get("params", {}).get("namespace", {}).get("bdev_name") == LVOL["uuid"]:
             lvol = {"name": LVOL["uuid"], "uuid": LVOL["uuid"], "num_blocks": 32768, "block_size": 512}
             assert "result" in wire.call({"id": 0, "method": "bdev_malloc_create", "params": lvol})

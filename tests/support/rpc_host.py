@@ -13,12 +13,14 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dpu.errors import RpcError
+from dpu.iostat import Row
 from dpu.rpc.dispatcher import Dispatcher
 from dpu.rpc.methods import method_table
 from dpu.rpc.server import Server
@@ -122,6 +124,12 @@ class FakeHost:
 
     def stats(self) -> dict[str, Any]:
         return {"pollers": 1}
+
+    def io_rows(self, nqn: str | None = None) -> list[Row]:
+        return []
+
+    def clock(self) -> tuple[int, int]:
+        return 10**9, time.monotonic_ns()
 
     def stop(self) -> None:
         self.stopped.set()

@@ -16,6 +16,7 @@ from tests.support.nvme_driver import AER, PAGE
 from tests.unit.asic_lab import ENGINES, NS_4K, NS_MEMORY, NS_NULL, PLAIN, UNIT, GuestSq, Kept, Lab, store_doorbell
 
 INTERNAL_ERROR, WRITE_PROTECTED = 0x006, 0x020  # Base figure 93
+TICKS = ("read_ticks", "write_ticks", "unmap_ticks", "copy_ticks")
 
 
 @pytest.fixture(params=list(ENGINES))
@@ -452,25 +453,30 @@ def test_counters_are_those_of_the_commands(kept: Kept, lab: Lab) -> None:
     queue.io(nv.COMPARE, 0, 1, page.iova, nsid=NS_4K)
     queue.io(nv.READ, 0, 1, other.iova, nsid=NS_NULL)
     queue.submit(nv.FLUSH, nsid=0xFFFFFFFF)
+    ranges = kept.ram.buffer(PAGE)
+    ranges.fill(struct.pack("<IIQIIQ", 0, 3, 100, 0, 4, 200))
+    queue.submit(nv.DSM, nsid=NS_MEMORY, prp1=ranges.iova, cdw=[1, 1 << 2])
     queue.ring()
     lab.settle()
     statuses = [one.status for one in queue.cq.reap()]
-    assert statuses.count(nv.OK) == 8 and statuses[5] == nv.LBA_OUT_OF_RANGE and statuses[7] == nv.COMPARE_FAILURE
+    assert statuses.count(nv.OK) == 9 and statuses[5] == nv.LBA_OUT_OF_RANGE and statuses[7] == nv.COMPARE_FAILURE
     rows = {nsid: lab.plane.spaces[nsid - 1].tolist() for nsid in (NS_MEMORY, NS_NULL, NS_4K)}
     names = list(layout.SPACE.names or ())
     memory, four = (dict(zip(names, rows[nsid])) for nsid in (NS_MEMORY, NS_4K))
-    assert memory == {
+    assert {name: count for name, count in memory.items() if count} == {
         "reads": 1,
         "writes": 2,
         "bytes_read": 1024,
         "bytes_written": 9 * UNIT,
+        "unmaps": 1,
+        "bytes_unmapped": 7 * UNIT,
         "others": 2,
         "errors": 1,
-        "media_errors": 0,
     }
-    assert (four["reads"], four["bytes_read"], four["errors"], four["media_errors"]) == (1, 4096, 1, 1)
+    assert (four["reads"], four["bytes_read"], four["errors"]) == (1, 4096, 1)
+    assert (four["media_errors"], four["miscompares"]) == (0, 1)  # no data was lost: they were just not the same
     sq = lab.plane.sqs[1]
-    assert (int(sq.commands), int(sq.errors)) == (10, 2)
+    assert (int(sq.commands), int(sq.errors)) == (11, 2)
     assert (int(sq.bytes_read), int(sq.bytes_written)) == (1024 + 4096 + 512, 9 * UNIT)
 
 
@@ -480,6 +486,32 @@ def test_nothing_is_counted_or_stamped_when_it_is_switched_off(kept: Kept, lab: 
     flushes(queue, 3)
     lab.settle()
     assert int(lab.plane.sqs[1].commands) == 0 and not lab.plane.histograms.any()
+
+
+@pytest.mark.parametrize(("opcode", "name"), [(nv.READ, "read"), (nv.WRITE, "write"), (nv.DSM, "unmap")])
+def test_latencies_of_a_namespace_add_up(kept: Kept, opcode: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a clock that stands still; each command was found as long ago as the test says."""
+    ages = [700, 20, 5000]
+    monkeypatch.setattr(PLAIN, "ticks", lambda: 1 << 40)
+    with Lab(kept, PLAIN, stamps=True) as lab:
+        queue = lab.open_pair(1, 64)
+        begin, waiting = PLAIN.begin, iter(ages)
+
+        def late(p: object, c: object, slot: int, entry: Any) -> None:
+            entry.seen = (1 << 40) - next(waiting)
+            begin(p, c, slot, entry)
+
+        monkeypatch.setattr(PLAIN, "begin", late)
+        lab.begin()
+        page = kept.ram.buffer(PAGE)
+        for _ in ages:
+            queue.submit(opcode, nsid=NS_MEMORY, prp1=page.iova, cdw=[0, 1 << 2] if opcode == nv.DSM else [])
+        queue.ring()
+        lab.settle()
+        row = lab.plane.spaces[NS_MEMORY - 1]
+        found = [int(row[f"{name}_ticks{end}"]) for end in ("", "_max", "_min")]
+        assert found == [sum(ages), max(ages), min(ages)]
+        assert sum(int(lab.plane.spaces[field].sum()) for field in TICKS) == found[0]
 
 
 def test_stamps_add_up(kept: Kept, engine: Any) -> None:
