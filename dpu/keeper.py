@@ -3,7 +3,8 @@
 ::
 
     client --socket--> keeper --channel--> worker    (serves; killed at any instruction, the next one goes on)
-                              --channel--> standby   (imported and compiled, waits for ``adopt``)
+                              --channel--> standby   (waits for ``adopt``)
+                              --channel--> fork server (imported and compiled: both are forks of it)
 
 Doorbells never come here: the worker peeks at its dup of the client's socket and consumes them by itself. At
 any other message it says ``take``; the keeper alone then reads that message with its descriptors, records it,
@@ -26,7 +27,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ from dpu.connection import Connection, ConnectionLost
 from dpu.errors import EmuError
 from dpu.listener import Listener, listen
 from dpu.vfio_user import keeping
-from dpu.worker_process import WATCH_TICKS, State, Worker
+from dpu.worker_process import WATCH_TICKS, Child, ForkServer, State, Worker
 
 CLIENTS_MAX = 256
 
@@ -99,7 +99,7 @@ class Keeper:
     """One daemon.
 
     :param rpc_socket: path of the JSON-RPC socket
-    :param command: argv of a worker (see worker_process.start)
+    :param command: argv of the fork server (see worker_process.start)
     :param cpus: CPUs of the pollers
     :param environment: environment of workers
     :param watchdog_s: seconds without a heartbeat until a worker is killed; 0: never
@@ -132,6 +132,7 @@ class Keeper:
         self._selector = selectors.DefaultSelector()
         self._serving: Worker | None = None
         self._standby: Worker | None = None
+        self._forks: ForkServer | None = None
         self._spawned = 0
         self._generation = 0
         self._quick_deaths = 0
@@ -228,16 +229,15 @@ class Keeper:
     def _shutdown(self) -> None:
         for listener in [self._rpc, *self._listeners.values()]:
             listener.close()
-        workers = [worker for worker in (self._serving, self._standby) if worker]
-        for worker in workers:
-            worker.process.terminate()
+        children: list[Child] = [child for child in (self._forks, self._serving, self._standby) if child]
+        for child in children:
+            child.kill(number=signal.SIGTERM)
         deadline_s = time.monotonic() + STOP_S_MAX
-        for worker in workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, deadline_s - time.monotonic()))
-            worker.kill()
-            worker.wait()
-            worker.close()
+        for child in children:
+            if not child.ended(deadline_s - time.monotonic()):
+                child.kill()
+            child.wait()
+            child.close()
         for client in self._clients.values():
             client.close()
         close_fds([*self._stash.values(), self._config, self._spare_fd])
@@ -246,23 +246,61 @@ class Keeper:
     # ------------------------------------------------------------------------------------- life of a worker
 
     def _spawn(self) -> None:
-        """Start a worker; it serves or stands by, as needed when it is ready."""
+        """Have a worker forked; it serves or stands by, as needed when it is ready."""
         self._spawned += 1
-        environment = self._environment
-        if self._spawned > int(environment.get(killpoint.GENERATIONS_VARIABLE, "1")):
-            environment = {k: v for k, v in environment.items() if k != killpoint.VARIABLE}
         try:
-            worker = self._standby = worker_process.start(self._command, environment)
+            if self._forks is None:
+                self._forks = worker_process.start(self._command, self._environment)
+                self._selector.register(self._forks.pidfd, selectors.EVENT_READ, self._on_fork_server_exit)
+                self._watch_channel(self._forks, self._on_forked)
+            self._forks.ask(armed=self._spawned <= int(self._environment.get(killpoint.GENERATIONS_VARIABLE, "1")))
         except OSError as error:
             log.error("cannot start a worker: %s", error)
-            return self._start_failed()
+            self._start_failed()
+
+    def _on_forked(self, _events: int) -> None:
+        """The fork server answers: there is a worker."""
+        server = self._forks
+        assert server is not None
+        try:
+            packet = server.channel.recv(blocking=False)
+            if packet is None:  # it has ended, which its pidfd tells
+                self._no_interest(server.channel.fileno())
+                return
+            with contextlib.closing(packet):
+                worker = self._standby = server.worker(packet)
+        except (ValueError, LookupError, TypeError, ProcessLookupError) as error:
+            log.error("the fork server sent a bad packet: %s: %s", type(error).__name__, error)
+            server.kill("keeper: bad packet")
+            return
+        if self.broken:
+            worker.kill("keeper: crash loop")
+            server.kill("keeper: crash loop")
         self._selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._on_exit, worker))
-        return self._watch_channel(worker)
+        self._watch_channel(worker, partial(self._on_channel, worker))
+
+    def _on_fork_server_exit(self, _events: int) -> None:
+        """It has ended: what it answered still counts, the next worker needs a new one."""
+        with contextlib.suppress(BlockingIOError):  # a fork that has just begun holds its end open
+            self._on_forked(selectors.EVENT_READ)
+        server, self._forks = self._forks, None
+        assert server is not None
+        log.warning("the fork server %d died (%s)", server.pid, server.wait())
+        self._no_interest(server.pidfd)
+        self._no_interest(server.channel.fileno())
+        server.close()
+        if server.busy:
+            self._start_failed()
+
+    @property
+    def _expecting(self) -> bool:
+        """Whether a worker is on its way, or stands by."""
+        return self._standby is not None or self._spawn_at_s is not None or bool(self._forks and self._forks.busy)
 
     def _promote(self) -> None:
         """Let the standby serve, as soon as it is ready and nobody serves."""
         worker = self._standby
-        if self._serving is None and worker is not None and worker.state is State.READY:
+        if self._serving is None and not self.broken and worker is not None and worker.state is State.READY:
             self._serving, self._standby = worker, None
             self._adopt(worker)
 
@@ -328,7 +366,7 @@ class Keeper:
         self._count_death(worker.state is State.UP and ended_s - worker.since_s >= QUICK_DEATH_S)
         if not self.broken:
             self._promote()
-            if self._serving is None and self._standby is None:
+            if self._serving is None and not self._expecting:
                 self._spawn_after(self._quick_deaths - 1)
         return None
 
@@ -375,17 +413,17 @@ class Keeper:
             log.error("cannot send %s to worker %d: %s", op, worker.pid, error)
             worker.kill("keeper: lost packet")
             return
-        self._watch_channel(worker)
+        self._watch_channel(worker, partial(self._on_channel, worker))
 
-    def _watch_channel(self, worker: Worker) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.backlog else 0)
-        self._interest(worker.channel.fileno(), events, partial(self._on_channel, worker))
+    def _watch_channel(self, child: Child, callback: Callable[[int], None]) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.channel.backlog else 0)
+        self._interest(child.channel.fileno(), events, callback)
 
     def _on_channel(self, worker: Worker, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             with contextlib.suppress(OSError):
                 worker.channel.flush()
-            self._watch_channel(worker)
+            self._watch_channel(worker, partial(self._on_channel, worker))
         if events & selectors.EVENT_READ:
             self._receive(worker, _PACKETS_PER_TURN)
 
@@ -435,8 +473,8 @@ class Keeper:
         if self._on_ready is not None:
             on_ready, self._on_ready = self._on_ready, None
             on_ready()
-        if self._keep_standby and self._standby is None and self._spawn_at_s is None:
-            # Not before: loading it would compete with the one that the guests wait for.
+        if self._keep_standby and not self._expecting:
+            # Not before: it would compete with the one that the guests wait for.
             self._spawn_after(0)
 
     def _stash_fd(self, _worker: Worker, packet: Packet) -> None:
@@ -610,6 +648,8 @@ class Keeper:
         )
         if self._standby is not None:
             self._standby.kill("keeper: crash loop")
+        if self._forks is not None and not self._forks.busy:  # else it still has a worker to tell of
+            self._forks.kill("keeper: crash loop")
         self._selector.register(self._rpc.sock, selectors.EVENT_READ, self._refuse_rpc)
         for client in list(self._clients.values()):
             if not client.connection.open:

@@ -2,8 +2,8 @@
 
 Use: ``killpoint("before_reply")`` at the place; run with ``DPU_EMU_KILL_AT=before_reply`` to die there by
 SIGKILL at the first hit, ``DPU_EMU_KILL_AT=before_reply:3`` at the third. Without the variable a call costs
-one comparison. The keeper hands the variable to the first ``DPU_EMU_KILL_GENERATIONS`` workers (default 1)
-only, so the next one serves.
+one comparison. The first ``DPU_EMU_KILL_GENERATIONS`` workers of a keeper (default 1) are armed, so the next one
+serves.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ NAME, _left = parse(os.environ.get(VARIABLE, ""))
 """The point named by the environment, "" when there is none."""
 
 ARMED = bool(NAME)
+
+
+def disarm() -> None:
+    """No point of this process kills it any more."""
+    global ARMED, NAME
+    ARMED, NAME = False, ""
 
 
 def killpoint(name: str) -> None:

@@ -1,8 +1,9 @@
 """The worker: what serves, and may be killed. Control (asyncio, this thread) and compiled pollers (one per CPU).
 
-    python -m dpu.worker CHANNEL_FD HEALTH_FD
+    python -m dpu.worker CHANNEL_FD
 
-It imports and compiles, says ``ready``, and waits as the keeper's standby. With ``adopt`` the keeper hands it all
+That process imports and compiles, and is then the fork server (dpu/forkserver.py): workers are forks of it. A worker
+says ``ready``, and waits as the keeper's standby. With ``adopt`` the keeper hands it all
 that outlives a worker; with ``go`` it takes up every client where the last worker left it, and says ``up``.
 The packets are listed in dpu/keeper.py.
 
@@ -32,9 +33,9 @@ from typing import Any
 
 import numpy as np
 
-from dpu import killpoint, layout
+from dpu import forkserver, killpoint, layout
 from dpu.backends import Backend, FileBackend, MemoryBackend
-from dpu.channel import Channel, ConfigStore, Health, Packet, from_fd
+from dpu.channel import Channel, ConfigStore, Health, Packet
 from dpu.errors import EmuError, VfioUserError
 from dpu.fastpath.poller import SPIN_PASSES, Poller, compile_all, now, tick_rate
 from dpu.fastpath.uring import NoRing, Ring
@@ -449,12 +450,13 @@ async def serve(channel: Channel, health: Health) -> None:
 
 
 def main() -> None:
-    """Entry point of ``python -m dpu.worker``."""
+    """Entry point of ``python -m dpu.worker``: the fork server, and each worker that is forked from it."""
     logging.basicConfig(level=logging.INFO, format="dpud[%(process)d] %(levelname)s %(name)s: %(message)s")
     compile_all()
     gc.freeze()  # what is here stays: a collection looks only at what came later
-    channel, health = from_fd(int(sys.argv[1])), Health(int(sys.argv[2]))
-    asyncio.run(serve(channel, health))
+    mine = forkserver.serve(int(sys.argv[1]))
+    if mine is not None:
+        asyncio.run(serve(*mine))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dpu.forkserver import WORKER_NAME
+
 DEADLINE_S = 120.0  # the first start on a loaded machine compiles the fast path
 PR_SET_PDEATHSIG = 1
 MIB = 1 << 20
@@ -243,6 +245,19 @@ class Daemon:
             file.truncate(STANDARD_BYTES)
         self.rpc("bdev_aio_create", {"name": "file", "filename": str(path), "block_size": 512, "fallocate": True})
         return self.add_subsystem(nqn, ["mem512", "mem4k", "null", "file"])
+
+
+def standby_ready(keeper: int, serving: int) -> bool:
+    """Whether another worker than the serving one waits for its turn, in epoll_wait (232, 281 on x86-64)."""
+    for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
+        try:
+            name = Path(f"/proc/{child}/comm").read_text().rstrip()
+            waits = Path(f"/proc/{child}/syscall").read_text().split()[0] in ("232", "281")
+        except OSError:
+            continue
+        if int(child) != serving and name == WORKER_NAME and waits:
+            return True
+    return False
 
 
 def socket_inodes(pid: int) -> set[str]:

@@ -1,6 +1,6 @@
 """A worker without NVMe for the tests of the keeper: it speaks the channel and serves a device of memory.
 
-Run by the keeper with the descriptor numbers of its channel and its health memfd. Tests steer it by JSON
+Run by the keeper as its fork server. Tests steer it by JSON
 lines over the RPC socket. Every command that changes something is appended to the file FAKE_LOG as it is
 carried out, so a test sees how often that happened and by whom. It dies at the points of dpu.killpoint.
 """
@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dpu import channel
+from dpu import channel, forkserver
+from dpu import killpoint as killpoint_module
 from dpu.errors import VfioUserError
 from dpu.killpoint import killpoint
 from dpu.vfio_user import wire
@@ -94,9 +95,9 @@ class Client:
 
 
 class FakeWorker:
-    def __init__(self, channel_fd: int, health_fd: int) -> None:
-        self.channel = channel.from_fd(channel_fd)
-        self.health = channel.Health(health_fd)
+    def __init__(self, keeper: channel.Channel, health: channel.Health) -> None:
+        self.channel = keeper
+        self.health = health
         self.stash: dict[str, int] = {}
         self.listeners: dict[str, str] = {}
         self.clients: dict[int, Client] = {}
@@ -252,7 +253,7 @@ class FakeWorker:
             "stash": {k: self.text(fd) for k, fd in self.stash.items()},
             "listeners": self.listeners,
             "config": self.config.load().decode(),
-            "environment": {k: v for k, v in os.environ.items() if k.startswith("DPU_EMU")},
+            "kill_point": killpoint_module.NAME,
             "clients": {
                 c.number: {
                     "dma": list(c.device.dma.values()),
@@ -335,4 +336,6 @@ class FakeWorker:
 if __name__ == "__main__":
     if os.environ.get("FAKE_FAIL"):
         sys.exit("no such luck")
-    FakeWorker(int(sys.argv[1]), int(sys.argv[2])).run()
+    mine = forkserver.serve(int(sys.argv[1]))
+    if mine is not None:
+        FakeWorker(*mine).run()

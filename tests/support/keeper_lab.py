@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dpu import forkserver
 from dpu.vfio_user import wire
 from dpu.vfio_user.wire import Command
 
@@ -138,6 +139,11 @@ class KeeperLab:
         """How many descriptors the keeper has open."""
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
+    def fork_server(self) -> int:
+        """Its pid."""
+        (pid,) = (pid for pid in self.children() if process_name(pid) == forkserver.NAME)
+        return pid
+
     def children(self) -> list[int]:
         tasks = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(pid) for pid in tasks.read_text().split()]
@@ -157,6 +163,14 @@ class KeeperLab:
         if self.process.poll() is None:
             self.process.kill()
             self.end()
+
+
+def process_name(pid: int) -> str:
+    """Its name in ps, "" when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip()
+    except OSError:
+        return ""
 
 
 def wait_exit(pidfd: int) -> None:

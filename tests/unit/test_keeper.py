@@ -165,7 +165,7 @@ def test_generation_two_does_not_get_the_kill_point(start: Start) -> None:
     VfioClient(lab.listen("a")).write(0, b"1234")
     state = lab.rpc("state")
     assert state["generation"] == 2
-    assert "DPU_EMU_KILL_AT" not in state["environment"]
+    assert state["kill_point"] == ""
 
 
 def test_tables_follow_replies_without_error_only(start: Start) -> None:
@@ -478,15 +478,44 @@ def test_the_standby_takes_over_and_is_replaced(start: Start) -> None:
         assert served in lab.children()
 
 
-def test_a_standby_that_cannot_start_does_no_harm(start: Start, tmp_path: Path) -> None:
+def test_deaths_in_quick_succession(start: Start) -> None:
+    """Each next worker is a fork: one fork server loads the program once, however many die."""
+    lab = start(crash_limit=0).ready()
+    client = VfioClient(lab.listen("a"))
+    lab.kill_worker()
+    server = lab.fork_server()
+    for number in range(20):
+        client.write(0x10, bytes([number]))
+        lab.kill_worker()
+        assert client.read(0x10, 1) == bytes([number])
+    assert lab.fork_server() == server
+
+
+def test_a_fork_server_that_dies_is_replaced(start: Start) -> None:
+    lab = start().ready()
+    client = VfioClient(lab.listen("a"))
+    served = lab.rpc("state")["pid"]
+    os.kill(server := lab.fork_server(), signal.SIGKILL)
+    lab.wait_log(rf"fork server {server} died \(SIGKILL\)")
+    assert lab.rpc("state")["pid"] == served
+    for _ in range(2):
+        lab.kill_worker()
+        assert client.read(0) == bytes(4)
+    assert lab.fork_server() != server
+
+
+def test_a_fork_server_that_cannot_start_again_does_no_harm(start: Start, tmp_path: Path) -> None:
     program = tmp_path / "worker.sh"
     program.write_text(f'mkdir {tmp_path}/once || exit 7\nexec {sys.executable} {fake_worker.__file__} "$@"\n')
     lab = start(command=["/bin/sh", str(program)]).ready()
     client = VfioClient(lab.listen("a"))
+    lab.until(lambda: len(lab.children()) == 3)  # it, who serves, and the standby
+    os.kill(lab.fork_server(), signal.SIGKILL)
+    lab.kill_worker()
     for _ in range(3):
-        lab.wait_log(r"worker \d+ died \(exit 7\) before it served")
+        lab.wait_log(r"fork server \d+ died \(exit 7\)")
     assert client.read(0) == bytes(4)
-    assert lab.rpc("state")["generation"] == 1
+    assert lab.rpc("state")["generation"] == 2
 
 
 def test_a_crash_loop_ends_in_errors_not_silence(start: Start) -> None:

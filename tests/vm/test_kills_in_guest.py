@@ -16,7 +16,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from emu.daemon import Dpu, DpuError
 from emu.lab import Lab
 from emu.vm import Patience, Vm
 from emu.workloads.base import BlockDevice
+from tests.support.daemon import standby_ready
 from tests.vm.conftest import (
     VERIFY,
     Stage,
@@ -42,7 +42,6 @@ from tests.vm.conftest import (
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(900)]
 
 PROGRESS_S = 2.0
-COLD_START_S = 10.0  # CPU time of a worker that nobody had ready: Python, its imports, compiled code from the cache
 QUICK_DEATH_S = 5.0  # dpu.keeper: a worker that dies sooner counts towards a crash loop ...
 CRASH_LIMIT = 5  # ... of so many
 
@@ -91,11 +90,11 @@ class Killer:
         dead, warm = await paced_kill(self.dpu, wait_warm=wait_warm, delay_s=self.rng.uniform(0, delay_s))
         began_s = time.monotonic()
         self.warm.append(warm)
-        await self._progress(dead, PROGRESS_S if warm else PROGRESS_S + COLD_START_S)
+        await self._progress(dead)
         self.progress_s.append(time.monotonic() - began_s)
 
-    async def _progress(self, dead: int, patience_s: float) -> None:
-        patience = Patience(patience_s, self.dpu.cpu_s, time.monotonic)
+    async def _progress(self, dead: int) -> None:
+        patience = Patience(PROGRESS_S, self.dpu.cpu_s, time.monotonic)
         seen: int | None = None
         while True:
             stats = await stats_of(self.dpu)
@@ -123,16 +122,6 @@ class Killer:
                 text = f"p50 {percentile(values, 50):.1f} p99 {percentile(values, 99):.1f} max {max(values):.1f} ms"
                 print(f"{name}: {len(values)} kills, {text}")
                 record_property(name, text)
-
-
-def standby_ready(keeper: int, serving: int) -> bool:
-    """Whether another worker than the serving one waits for its turn, in epoll_wait (syscall 232 on x86-64)."""
-    for child in Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split():
-        if int(child) == serving:
-            continue
-        with contextlib.suppress(OSError):
-            return Path(f"/proc/{child}/syscall").read_text().split()[0] in ("232", "281")
-    return False
 
 
 async def stats_of(dpu: Dpu) -> dict[str, Any]:
