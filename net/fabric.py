@@ -1,0 +1,300 @@
+"""A live fabric: hosts and switches as namespaces, links by name, faults, counters, and Scapy on every wire.
+
+::
+
+    with Fabric(Topology(2, 2, 2, 2, 10**8, 10**8)) as fabric:          # 2 planes x (2 T0 + 2 T1), 4 hosts
+        fabric.fault("p0-t0-0:p0-t1-1", loss=0.01)                       # both ways; ``by=`` for one
+        fabric.expect("p0-t0-1:h2", lambda p: p[IPv6].tc & 3 == 3, after=lambda: fabric.send("h0:p0-t0-0", packet))
+        fabric.lift("h0:p0-t0-0", {"bth.psn": 7}, lambda packet: None)   # the packet with PSN 7 is lost
+        print(fabric.counters("p0-t0-0:p0-t1-1").packets)
+        fabric.start("h3", ["python", "server.py"])                      # a process in a host
+
+A link is named by its ends, the lower first: ``h0:p0-t0-0``, ``p0-t0-0:p0-t1-1``. ``by`` names the end that sends.
+
+Parameters: topology with rates in bits per second; FabricSettings: engine, thresholds in bytes.
+Limits: root, Linux; rates of 50 to 200 Mb/s a port are kept honestly. Everything lives as long as this process: when
+it ends, by whatever signal, namespaces, links, programs and maps are gone (but for processes that run inside).
+Errors: NetError; where the kernel lacks something, one error that names all of it.
+Source: see net.topology, net.srv6, net.switch.model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from scapy.packet import Packet
+
+from net.capture import Capture
+from net.errors import NetError
+from net.match import Match
+from net.probe import missing
+from net.srv6 import Plan
+from net.switch.live import Callback, Flow, LivePorts
+from net.switch.model import Cause
+from net.switch.ports import Fault
+from net.switch.settings import FabricSettings
+from net.topology import Link, Node, Port, Tier, Topology
+from net.wire_tap import LinkSocket, Tap
+from net.wiring import Wiring
+
+TIMEOUT_S = 2.0
+
+
+class Counters(NamedTuple):
+    """One direction of one link since the fabric came up; ``faults`` counts those injected, and what was lifted."""
+
+    sent_packets: int
+    sent_bytes: int
+    packets: dict[Cause, int]
+    bytes_in: dict[Cause, int]
+    faults: dict[Fault, int]
+
+
+class Fabric:
+    """See the module. Up when made; ``close`` or the end of ``with`` takes it down."""
+
+    def __init__(self, topology: Topology, settings: FabricSettings | None = None, plan: Plan | None = None) -> None:
+        self.topology = topology
+        self.settings = settings or FabricSettings()
+        self.plan = plan or Plan(topology)
+        assert self.plan.fabric == topology
+        self._open: list[Any] = []
+        try:
+            self.wiring = Wiring(self.plan, forwards=self.settings.engine == "kernel")
+            self._open.append(self.wiring)
+            self._live = LivePorts(self.wiring, self.settings, self.wiring.ports)
+            self._open.append(self._live)
+        except NetError as error:
+            self.close()
+            if lacking := missing():
+                raise NetError("this machine makes no fabric: " + "; ".join(lacking), "see `emu doctor`") from error
+            raise
+
+    def close(self) -> None:
+        """Takes everything down."""
+        for one in reversed(self._open):
+            one.close()
+        self._open.clear()
+
+    def __enter__(self) -> Fabric:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Names.
+
+    def link(self, name: str) -> Link:
+        """A link by its name, in either order of its ends."""
+        links = self.wiring.links
+        other = ":".join(reversed(name.split(":")))
+        if name not in links and other not in links:
+            near = difflib.get_close_matches(name, links, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"links are {', '.join(list(links)[:4])} ..."
+            raise NetError(f"there is no link {name}", hint)
+        return links.get(name) or links[other]
+
+    def port(self, link: str, by: str | None = None) -> Port:
+        """The end of ``link`` that is ``by``'s (None: the lower)."""
+        found = self.link(link)
+        for port in (found.lower, found.upper):
+            if by in (None, port.node.name):
+                return port
+        raise NetError(
+            f"{by} is no end of {link}", f"its ends are {found.lower.node.name} and {found.upper.node.name}"
+        )
+
+    def _ports(self, link: str, by: str | None) -> list[Port]:
+        found = self.link(link)
+        return [found.lower, found.upper] if by is None else [self.port(link, by)]
+
+    def host(self, name: str) -> int:
+        """A host's number."""
+        for number in range(self.topology.hosts):
+            if name == f"h{number}":
+                return number
+        raise NetError(f"there is no host {name}", f"hosts are h0 to h{self.topology.hosts - 1}")
+
+    # What happens on links.
+
+    def counters(self, link: str, by: str | None = None) -> Counters:
+        """What ``by`` (None: the lower end) has sent into ``link``."""
+        record = self._live.record(self.port(link, by))
+        return Counters(
+            record.sent_packets,
+            record.sent_bytes,
+            {cause: record.packets(cause) for cause in Cause},
+            {cause: record.bytes_in(cause) for cause in Cause},
+            {fault: record.faults(fault) for fault in Fault},
+        )
+
+    def flows(self) -> Iterator[Flow]:
+        """What has arrived at hosts, by peer and entropy value."""
+        return self._live.flows()
+
+    def fault(
+        self,
+        link: str,
+        *,
+        by: str | None = None,
+        down: bool | None = None,
+        loss: float | None = None,
+        corrupt: float | None = None,
+        duplicate: float | None = None,
+        reorder: float | None = None,
+    ) -> None:
+        """Makes a link bad, or good again with 0 and False; both directions, or only what ``by`` sends.
+
+        down: nothing passes; a host sees its carrier go. The others: shares of packets, 0 to 1. None: as it is.
+        """
+        shares = {"loss": loss, "corrupt": corrupt, "duplicate": duplicate, "reorder": reorder}
+        found = self.link(link)
+        for port in self._ports(link, by):
+            record = self._live.record(port)
+            for name, share in shares.items():
+                if share is not None:
+                    record.share(name, share)
+            if down is not None:
+                record.down = int(down)
+        if down is not None and by is None and found.lower.node.tier is Tier.HOST:
+            self.wiring.set_carrier(found, not down)
+
+    def blackhole(self, switch: str, on: bool = True) -> None:
+        """A switch that stays up and forwards nothing, or does so again."""
+        ports = [port for port in self.wiring.ports if port.node.name == switch and port.node.tier is not Tier.HOST]
+        if not ports:
+            raise NetError(f"there is no switch {switch}", "switches are named like p0-t0-0 and p0-t1-0")
+        for port in ports:
+            self._live.record(port).down = int(on)
+
+    def set_rate(self, link: str, rate_bps: int, by: str | None = None) -> None:
+        """Another line rate, bits per second; thresholds keep their bytes."""
+        for port in self._ports(link, by):
+            self._live.set_rate(port, replace(self._live.config(port), rate_bps=rate_bps))
+
+    def heal(self) -> None:
+        """Ends every fault; rates stay."""
+        for link in self.wiring.links.values():
+            down = any(self._live.record(port).down for port in (link.lower, link.upper))
+            self.fault(link.name, down=False if down else None, loss=0, corrupt=0, duplicate=0, reorder=0)
+
+    # Scapy.
+
+    def socket(self, link: str, by: str | None = None) -> LinkSocket:
+        """A Scapy socket: receives what passes ``link`` in both directions, sends as ``by``; close it."""
+        return LinkSocket(Tap(self.wiring, self.port(link, by)))
+
+    def send(self, link: str, packets: Packet | bytes | Iterable[Packet | bytes], by: str | None = None) -> None:
+        """Puts frames (from Ethernet on) into ``link`` as ``by`` would send them."""
+        several = [packets] if isinstance(packets, Packet | bytes) else packets
+        with contextlib.closing(Tap(self.wiring, self.port(link, by), receives=False)) as tap:
+            for packet in several:
+                tap.send(bytes(packet))
+
+    def sniff(self, link: str, **scapy: Any) -> list[Packet]:
+        """Scapy's sniff on ``link``: count=, timeout=, lfilter=, stop_filter=, prn=, started_callback=."""
+        from scapy.sendrecv import sniff
+
+        with self.socket(link) as tap:
+            return list(sniff(opened_socket=tap, **scapy))
+
+    def expect(
+        self,
+        link: str,
+        accepts: Callable[[Packet], bool],
+        *,
+        after: Callable[[], object] | None = None,
+        count: int = 1,
+        timeout_s: float = TIMEOUT_S,
+    ) -> list[Packet]:
+        """The first ``count`` packets on ``link`` that are accepted once ``after`` is called; else AssertionError."""
+        seen: list[Packet] = []
+        good: list[Packet] = []
+        with self.socket(link) as tap:
+            if after is not None:
+                after()
+            for frame in tap.tap.frames(timeout_s):
+                packet = tap.packet(frame)
+                seen.append(packet)
+                if accepts(packet):
+                    good.append(packet)
+                    if len(good) == count:
+                        return good
+        lines = "".join(f"\n  {packet.sniffed_on}: {packet.summary()}" for packet in seen[-20:])
+        raise AssertionError(f"{link}: {len(good)} of {count} packets in {timeout_s} s; seen {len(seen)}:{lines}")
+
+    def sr(
+        self,
+        link: str,
+        packets: Packet | Sequence[Packet],
+        *,
+        by: str | None = None,
+        answers: Callable[[Packet, Packet], bool] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> tuple[list[tuple[Packet, Packet]], list[Packet]]:
+        """Sends and pairs each packet with what answers it on ``link``: (pairs, unanswered), as Scapy's sr.
+
+        answers: whether the second packet answers the first (default: Scapy's own opinion).
+        """
+        waiting = [packets] if isinstance(packets, Packet) else list(packets)
+        fits = answers or (lambda sent, received: bool(received.answers(sent)))
+        pairs: list[tuple[Packet, Packet]] = []
+        with self.socket(link, by) as tap:
+            for packet in waiting:
+                tap.send(packet)
+            for frame in tap.tap.frames(timeout_s):
+                received = tap.packet(frame)
+                sent = next((one for one in waiting if fits(one, received)), None)
+                if sent is not None:
+                    waiting.remove(sent)
+                    pairs.append((sent, received))
+                    if not waiting:
+                        break
+        return pairs, waiting
+
+    def lift(self, link: str, match: Mapping[str, int | bytes], callback: Callback, by: str | None = None) -> None:
+        """``callback`` decides about what ``by`` sends into ``link`` and ``match`` (see net.match) accepts."""
+        self._live.lift(self.port(link, by), Match(match), callback)
+
+    def unlift(self, link: str, by: str | None = None) -> None:
+        """No more; raises what the callback has raised."""
+        self._live.unlift(self.port(link, by))
+
+    def capture(self, link: str, path: Path) -> Capture:
+        """Writes what passes ``link`` to a pcap file, until it is closed or the fabric goes down."""
+        capture = Capture(Tap(self.wiring, self.port(link)), path)
+        self._open.append(capture)
+        return capture
+
+    # Hosts.
+
+    @contextlib.contextmanager
+    def inside(self, node: str) -> Iterator[None]:
+        """Sockets and processes that the calling thread makes belong to ``node``."""
+        with self.wiring.namespace(node).entered():
+            yield
+
+    def start(self, node: str, command: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
+        """A process in ``node``, which is the caller's to end. Hosts reach each other by ``address``."""
+        with self.inside(node):
+            return subprocess.Popen(command, **popen)
+
+    def address(self, host: str, plane: int = 0) -> str:
+        """The IPv6 address of a host in a plane, for ordinary programs."""
+        return str(self.plan.host_address(self.host(host), plane))
+
+    def node_ports(self, node: str) -> list[Port]:
+        """The ports of a node."""
+        found = next((one for one in self.topology.nodes() if one.name == node), None)
+        if found is None:
+            raise NetError(f"there is no node {node}", "see `emu fabric show`")
+        return self.wiring.node_ports(Node(*found))
