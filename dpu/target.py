@@ -70,6 +70,9 @@ class Host(Protocol):
     def unstash(self, key: str) -> None:
         """Have the keeper close what it holds under ``key``; unknown keys are fine."""
 
+    async def settled(self) -> None:
+        """Return when the keeper has done everything that it was told."""
+
     async def listen(self, key: str, path: str) -> None:
         """Have the keeper listen on the socket ``path``. OSError when it cannot."""
 
@@ -239,6 +242,7 @@ class Target:
         self.subsystems: dict[str, Subsystem] = {}
         self.iostat = IoStat()
         self._malloc_count = 0
+        self._opening: set[str] = set()  # names of back ends that are being made
         self._lock = asyncio.Lock()
         self._bdev_added = asyncio.Event()
 
@@ -384,7 +388,7 @@ class Target:
         while True:
             name = f"Malloc{self._malloc_count}"
             self._malloc_count += 1
-            if self.find_bdev(name) is None:
+            if self.find_bdev(name) is None and name not in self._opening:
                 return name
 
     async def create_file(
@@ -397,11 +401,12 @@ class Target:
         fallocate: bool = False,
         uuid: uuids.UUID | None = None,
         cache_mode: CacheMode | None = None,
+        kind: type[FileBackend] = FileBackend,
     ) -> str:
-        return await self._add_bdev(
-            name,
-            uuid,
-            lambda: FileBackend.create(
+        """``kind``: UringBackend for SPDK's other name."""
+
+        def make() -> Backend:
+            return kind.create(
                 name,
                 filename,
                 block_size,
@@ -409,18 +414,27 @@ class Target:
                 readonly=readonly,
                 fallocate=fallocate,
                 cache_mode=cache_mode,
-            ),
-        )
+            )
+
+        self._check_new(name, uuid)
+        self._opening.add(name)
+        try:
+            # A disk may take its time to answer: nothing waits for it but this call.
+            opened = await asyncio.to_thread(make)
+            return await self._add_bdev(None, None, lambda: opened)
+        finally:
+            self._opening.discard(name)
+
+    def _check_new(self, name: str | None, uuid: uuids.UUID | None) -> None:
+        if name is not None and not 0 < len(name.encode()) <= NAME_BYTES_MAX:
+            raise os_error(errno.EINVAL)
+        for known_as in (name, str(uuid) if uuid else None):
+            if known_as is not None and (self.find_bdev(known_as) is not None or known_as in self._opening):
+                raise os_error(errno.EEXIST)
 
     async def _add_bdev(self, name: str | None, uuid: uuids.UUID | None, make: Callable[[], Backend]) -> str:
         async with self._lock:
-            if name is not None:
-                if not 0 < len(name.encode()) <= NAME_BYTES_MAX:
-                    raise os_error(errno.EINVAL)
-                if self.find_bdev(name) is not None:
-                    raise os_error(errno.EEXIST)
-            if uuid is not None and self.find_bdev(str(uuid)) is not None:
-                raise os_error(errno.EEXIST)
+            self._check_new(name, uuid)
             backend: Backend | None = None
             try:
                 with self._change():
@@ -446,7 +460,7 @@ class Target:
         """-19 when there is none of this kind. Namespaces on it are removed first, in the same commit."""
         async with self._lock:
             backend = self.find_bdev(name)
-            if not isinstance(backend, kind):
+            if backend is None or type(backend) is not kind:
                 raise os_error(errno.ENODEV)
             users = [
                 (subsystem, nsid)
@@ -462,6 +476,7 @@ class Target:
                 await self.host.namespace_removed(subsystem, nsid)
             self._release(backend)
             self.iostat.keep(self.bdevs)
+            await self.host.settled()  # else the keeper may hold the file or device for a moment longer
             return True
 
     def get_iostat(

@@ -379,6 +379,11 @@ class Worker:
         for client in [client for client in self.clients.values() if client.listener == key]:
             await self._disconnect(client)
 
+    async def settled(self) -> None:
+        # The keeper does one thing after the other, and answers this one.
+        with contextlib.suppress(OSError):
+            await self._ask("unlisten", "")
+
     async def _ask(self, op: str, key: str, **fields: Any) -> None:
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._listening[key] = future

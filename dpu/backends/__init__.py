@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dpu.backends.base import BLOCK_SIZES, Backend, Kind, os_error, stash_key
-from dpu.backends.file import FileBackend
+from dpu.backends.file import FileBackend, UringBackend
 from dpu.backends.memory import MemoryBackend
 from dpu.backends.null import NullBackend
 
 BACKENDS: dict[str, type[Backend]] = {
-    backend.config_type: backend for backend in (NullBackend, MemoryBackend, FileBackend)
+    backend.config_type: backend for backend in (NullBackend, MemoryBackend, FileBackend, UringBackend)
 }
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Kind",
     "MemoryBackend",
     "NullBackend",
+    "UringBackend",
     "os_error",
     "stash_key",
 ]

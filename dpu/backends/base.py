@@ -132,6 +132,15 @@ class Backend(ABC):
             "driver_specific": self.driver_specific(),
         }
 
+    def geometry(self) -> dict[str, Any]:
+        """Parameters that the creating RPCs of memory and null back ends share."""
+        return {
+            "name": self.name,
+            "num_blocks": self.num_blocks,
+            "block_size": self.block_size,
+            "uuid": str(self.uuid),
+        }
+
     def driver_specific(self) -> dict[str, Any]:
         return {}
 
@@ -144,6 +153,10 @@ class Backend(ABC):
             "num_blocks": self.num_blocks,
             "uuid": str(self.uuid),
         }
+
+    @abstractmethod
+    def creation(self) -> tuple[str, dict[str, Any]]:
+        """The RPC, SPDK's name and parameters, that makes such a back end in a bare daemon."""
 
     @classmethod
     @abstractmethod

@@ -1,18 +1,21 @@
-"""File back end: an existing file or block device, locked against a second user.
+"""File back end: an existing file or block device of the host, taken for itself alone.
 
-Use: ``bdev_aio_create`` with filename, name, [block_size (bytes, 512 or 4096), readonly, fallocate, uuid] and
-``cache_mode``, a key of ours beside SPDK's: "direct" (O_DIRECT or refuse), "buffered" (page cache), left out:
-direct where the file system takes it, else buffered.
+Use: ``bdev_aio_create`` or ``bdev_uring_create`` with filename, name, [block_size (bytes, 512 or 4096), uuid];
+the first also takes readonly, fallocate and ``cache_mode``, a key of ours beside SPDK's: "direct" (O_DIRECT or
+refuse), "buffered" (page cache), left out: direct where the file system takes it, else buffered. The two names are
+SPDK's; the engine behind both is io_uring.
 ``fd`` always goes through the page cache. ``direct_fd`` (-1 when buffered) is the same file with O_DIRECT,
 for requests whose offset, length and memory are multiples of ``dio_align_bytes``; others take ``fd``.
 Either's fdatasync makes both durable.
 ``fallocate``: Deallocate punches holes; without it Deallocate is advice that is not taken, as in SPDK.
-The lock is flock(2) on the open file description of ``fd``. The stashed duplicate shares it, so it is held
-from worker to worker; it falls when the keeper ends.
-Limits: the size is read once, when the device is made, and must be a multiple of the block size.
-Errors: -2 no such file, -13/-30 not allowed, -16 the file is in use by another bdev or another program (SPDK
+A device that is mounted, swap, or part of another is refused (dpu.backends.hostdev), as is a file behind a loop
+device. The lock is flock(2) on the open file description of ``fd``, for a device its exclusive opening too. The
+stashed duplicate shares both, so they are held from worker to worker; they fall when the keeper ends.
+Limits: the size is read once, when the device is made, and must be a multiple of the block size, which is not
+smaller than the device's logical one.
+Errors: -2 no such file, -13/-30 not allowed, -16 in use by another bdev, by another program or by the kernel (SPDK
 has no such check), -22 not a file or block device, empty, or not a multiple of the block size.
-Source: SPDK's aio bdev; open(2) O_DIRECT, flock(2), ioctl BLKGETSIZE64 and BLKSSZGET.
+Source: SPDK's aio and uring bdevs; open(2) O_DIRECT, flock(2), ioctl BLKGETSIZE64 and BLKSSZGET.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ import os
 import stat
 import struct
 import uuid as uuids
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from dpu.backends.base import BLOCK_SIZES, Backend, Kind, check_geometry, os_error
+from dpu.backends.hostdev import open_unused
+from dpu.errors import RpcError
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +58,7 @@ class FileBackend(Backend):
     dio_align_bytes: int
     fallocate: bool
     block_size_given: bool
+    cache_mode: CacheMode | None  # as asked for
 
     @classmethod
     def create(
@@ -65,10 +71,10 @@ class FileBackend(Backend):
         readonly: bool = False,
         fallocate: bool = False,
         cache_mode: CacheMode | None = None,
-    ) -> FileBackend:
+    ) -> Self:
         """Open, measure and lock ``path``. block_size None: the device's own, or 4096 for a file."""
         try:
-            fd = _open(path, readonly)
+            fd = open_unused(path, readonly)
         except OSError as error:
             log.error("bdev %s: cannot open %r: %s", name, path, error.strerror)
             raise os_error(error.errno or errno.EIO) from error
@@ -87,6 +93,9 @@ class FileBackend(Backend):
                 )
                 raise os_error(errno.EINVAL)
             check_geometry(block_size, size_bytes // block_size)
+            if stat.S_ISBLK(status.st_mode) and block_size < native_block_size:
+                reason = f"block_size {block_size} is smaller than the {native_block_size} of {path}"
+                raise RpcError(-errno.EINVAL, f"{os.strerror(errno.EINVAL)}: {reason}")
             _lock(fd, name, path)
             direct_fd, align = (-1, 1) if cache_mode == "buffered" else _open_direct(fd, readonly)
             if cache_mode == "direct" and direct_fd < 0:
@@ -109,15 +118,24 @@ class FileBackend(Backend):
             readonly=readonly,
             supports_discard=fallocate and not readonly,
         )
-        backend._set(path, direct_fd, align, fallocate, given)
+        backend._set(path, direct_fd, align, fallocate, given, cache_mode)
         return backend
 
-    def _set(self, path: str, direct_fd: int, dio_align_bytes: int, fallocate: bool, block_size_given: bool) -> None:
+    def _set(
+        self,
+        path: str,
+        direct_fd: int,
+        dio_align_bytes: int,
+        fallocate: bool,
+        block_size_given: bool,
+        cache_mode: CacheMode | None,
+    ) -> None:
         self.path = path
         self.direct_fd = direct_fd
         self.dio_align_bytes = dio_align_bytes
         self.fallocate = fallocate
         self.block_size_given = block_size_given
+        self.cache_mode = cache_mode
 
     @property
     def direct(self) -> bool:
@@ -131,7 +149,7 @@ class FileBackend(Backend):
             self.direct_fd = -1
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], fd: int) -> FileBackend:
+    def from_config(cls, config: dict[str, Any], fd: int) -> Self:
         assert fd >= 0, f"the keeper has lost the file of bdev {config['name']}"
         backend = cls(
             config["name"],
@@ -154,6 +172,7 @@ class FileBackend(Backend):
             config["dio_align_bytes"],
             config["fallocate"],
             config["block_size_given"],
+            config["cache_mode"],
         )
         return backend
 
@@ -166,7 +185,20 @@ class FileBackend(Backend):
             "block_size_given": self.block_size_given,
             "direct": self.direct,
             "dio_align_bytes": self.dio_align_bytes,
+            "cache_mode": self.cache_mode,
         }
+
+    def creation(self) -> tuple[str, dict[str, Any]]:
+        more = {"cache_mode": self.cache_mode} if self.cache_mode else {}
+        parameters = {
+            "name": self.name,
+            "filename": self.path,
+            "block_size": self.block_size,
+            "readonly": self.readonly,
+            "fallocate": self.fallocate,
+            "uuid": str(self.uuid),
+        }
+        return "bdev_aio_create", parameters | more
 
     def driver_specific(self) -> dict[str, Any]:
         """SPDK's keys, and ``cache_mode`` of ours."""
@@ -182,12 +214,19 @@ class FileBackend(Backend):
         }
 
 
-def _open(path: str, readonly: bool) -> int:
-    # Looked at before it is opened: to open a FIFO or a character device may block or do something.
-    mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
-        raise OSError(errno.EINVAL, "neither a file nor a block device")
-    return os.open(path, (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC)
+class UringBackend(FileBackend):
+    """The same under SPDK's other name."""
+
+    product_name = "URING bdev"
+    config_type = "uring"
+
+    def creation(self) -> tuple[str, dict[str, Any]]:
+        names = ("name", "filename", "block_size", "uuid")
+        _, parameters = super().creation()
+        return "bdev_uring_create", {name: parameters[name] for name in names}
+
+    def driver_specific(self) -> dict[str, Any]:
+        return {"uring": {"filename": self.path}}
 
 
 def _measure(fd: int, status: os.stat_result) -> tuple[int, int]:
@@ -196,8 +235,6 @@ def _measure(fd: int, status: os.stat_result) -> tuple[int, int]:
         (size_bytes,) = struct.unpack("Q", fcntl.ioctl(fd, BLKGETSIZE64, bytes(8)))
         (block_size,) = struct.unpack("i", fcntl.ioctl(fd, BLKSSZGET, bytes(4)))
         return size_bytes, block_size
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "neither a file nor a block device")
     return status.st_size, 4096
 
 

@@ -62,6 +62,9 @@ class MemoryBackend(Backend):
             raise os_error(error.errno or errno.ENOMEM) from error
         return cls(name, block_size, num_blocks, uuid, fd=fd, supports_discard=True)
 
+    def creation(self) -> tuple[str, dict[str, Any]]:
+        return "bdev_malloc_create", self.geometry()
+
     @classmethod
     def from_config(cls, config: dict[str, Any], fd: int) -> MemoryBackend:
         assert fd >= 0, f"the keeper has lost the memory of bdev {config['name']}"

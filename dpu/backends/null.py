@@ -25,6 +25,9 @@ class NullBackend(Backend):
         check_geometry(block_size, num_blocks)
         return cls(name, block_size, num_blocks, uuid)
 
+    def creation(self) -> tuple[str, dict[str, Any]]:
+        return "bdev_null_create", self.geometry()
+
     @classmethod
     def from_config(cls, config: dict[str, Any], fd: int) -> NullBackend:
         assert fd < 0, "a null back end stashes nothing"

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from dpu.backends import FileBackend, MemoryBackend, NullBackend
+from dpu.backends import FileBackend, MemoryBackend, NullBackend, UringBackend
 from dpu.iostat import RESET_MODES
 from dpu.rpc.dispatcher import (
     INVALID_PARAMS,
@@ -120,6 +120,12 @@ def method_table(target: Target) -> dict[str, Method]:
     async def delete_file(name: str) -> bool:
         return await target.delete_bdev(name, FileBackend)
 
+    async def create_uring(**parameters: Any) -> str:
+        return await target.create_file(**parameters, kind=UringBackend)
+
+    async def delete_uring(name: str) -> bool:
+        return await target.delete_bdev(name, UringBackend)
+
     async def create_transport(trtype: str, **options: bool) -> bool:
         return await target.create_transport(trtype, Transport(**options))
 
@@ -216,6 +222,17 @@ def method_table(target: Target) -> dict[str, Method]:
             ),
         ),
         Method("bdev_aio_delete", delete_file, (_name(),)),
+        Method(
+            "bdev_uring_create",
+            create_uring,
+            (
+                _name(),
+                Param("filename", string, required=True),
+                Param("block_size", u32),
+                Param("uuid", uuid),
+            ),
+        ),
+        Method("bdev_uring_delete", delete_uring, (_name(),)),
         Method(
             "nvmf_create_transport",
             create_transport,

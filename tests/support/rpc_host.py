@@ -79,6 +79,9 @@ class FakeHost:
         if key in self.kept.stash:
             os.close(self.kept.stash.pop(key))
 
+    async def settled(self) -> None:
+        await asyncio.sleep(0)
+
     async def listen(self, key: str, path: str) -> None:
         self.step(("listen", key))
         await asyncio.sleep(0)  # here and below: as an answer of the keeper's, it does not come at once

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -472,3 +473,31 @@ def test_changes_are_serial(target: Target, directory: Path, image: Path) -> Non
         assert await at_once(target.delete_subsystem(NQN), moved) == [True, True]
 
     asyncio.run(scenario())
+
+
+def test_a_disk_that_does_not_answer_delays_its_own_call_only(
+    target: Target, image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    create = FileBackend.create
+
+    def slow(*arguments: Any, **options: Any) -> FileBackend:
+        assert answers.wait(30)
+        return create(*arguments, **options)
+
+    async def run() -> None:
+        monkeypatch.setattr(FileBackend, "create", slow)
+        late = asyncio.create_task(target.create_file(name="f", filename=str(image), block_size=512))
+        await asyncio.sleep(0)
+        await target.create_null(name="n", num_blocks=8, block_size=512)
+        await target.create_subsystem(nqn=NQN)
+        assert await target.add_namespace(nqn=NQN, bdev_name="n") == 1
+        assert [row["name"] for row in await target.get_bdevs()] == ["n"]
+        with pytest.raises(RpcError, match="File exists"):  # its name is taken already
+            await target.create_null(name="f", num_blocks=8, block_size=512)
+        assert not late.done()
+        answers.set()
+        assert await late == "f"
+        assert [row["name"] for row in await target.get_bdevs()] == ["n", "f"]
+
+    asyncio.run(run())
