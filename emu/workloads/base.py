@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from dpu.errors import EmuError
+from emu.workloads.measures import Histogram, Series
 
 
 class Params(BaseModel):
@@ -105,6 +106,7 @@ class Result:
     """What came of a workload.
 
     ``detail``: what does not fit a number. ``files``: whole outputs by file name, kept beside the report.
+    ``card``: what the card counted for the controller's I/O queues meanwhile (:mod:`emu.report.card`).
     """
 
     type: str
@@ -115,6 +117,9 @@ class Result:
     error: str = ""
     seconds: float = 0.0
     samples: list[Sample] = field(default_factory=list)
+    histograms: list[Histogram] = field(default_factory=list)
+    series: list[Series] = field(default_factory=list)
+    card: dict[str, Any] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict, repr=False)
 

@@ -16,20 +16,23 @@ region; default the whole namespace), ``runtime`` and ``ramp`` (durations; defau
 is given), ``ioengine``, ``rate_iops``, ``job``, ``timeout``.
 
 Samples per operation: iops (1/s), bw_bytes (B/s), ios, clat_mean, clat_p50, p90, p99, p99.9, clat_max (ns);
-for the job: cpu_user, cpu_system (% of one CPU, by fio's own account), errors. With several jobs in a job
-file, the operation is "JOB:read" and so on.
+for the job: cpu_user, cpu_system (% of one CPU, by fio's own account), errors. Threads of one job are one job. With
+several jobs in a job file, the operation is "JOB:read" and so on, and "read" is all of them together, without iops
+and bw_bytes where they ran one after the other. Beside the samples: the histogram of completion latencies of each
+operation, from which the percentiles are, and IOPS and bandwidth over time.
 
 Limits: the device is written without asking when the job writes.
 
 Errors: an I/O error, a verify error and a job that fio refuses make the workload fail, with fio's words.
 
-Source: fio's manual, "JSON+ output" and "Job file parameters"; tried with fio 3.39.
+Source: fio's manual, "JSON+ output", "Log File Formats" and "Job file parameters"; tried with fio 3.39.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -37,9 +40,13 @@ from pydantic import Field, model_validator
 
 from emu.units import DurationSeconds, Size
 from emu.workloads.base import Context, Params, Result, Sample, Workload, WorkloadError, read_user_file, tail
+from emu.workloads.measures import PERCENTILES, Histogram, Series, percentile_name
 
 _DONE = re.compile(rb"\[(\d+(?:\.\d+)?)%\]")
 _BLOCK_SIZES = r"^\d+[kKmM]?(-\d+[kKmM]?)?$"
+_DIRECTIONS = ("read", "write", "trim")  # by fio's numbers
+_WINDOW_MS = 500  # of the time series, at least
+_POINTS = 240  # of a time series, about
 _MARGIN_S = 60.0  # beyond the runtime: fio's start, laying out, and its end
 _WITHOUT_RUNTIME_S = 900.0
 
@@ -72,7 +79,8 @@ async def run(params: FioParams, context: Context) -> Result:
     if params.job is not None:
         job = f"/tmp/user-{context.device.name}.fio"
         await context.guest.write_file(job, _with_device(read_user_file(params.job)))
-        report = await run_fio(context, [job], params.timeout or _WITHOUT_RUNTIME_S)
+        arguments, window_ms = [job], _WINDOW_MS
+        timeout_s = _WITHOUT_RUNTIME_S
     else:
         runtime_s = params.runtime or (10.0 if params.size is None else None)
         arguments = [
@@ -89,12 +97,57 @@ async def run(params: FioParams, context: Context) -> Result:
         if params.rate_iops is not None:
             arguments.append(f"--rate_iops={params.rate_iops}")
         timeout_s = (runtime_s or _WITHOUT_RUNTIME_S) + (params.ramp or 0.0) + _MARGIN_S
-        report = await run_fio(context, arguments, params.timeout or timeout_s)
+        window_ms = max(_WINDOW_MS, round((runtime_s or 0.0) * 1000 / _POINTS))
+    report, series = await _run_logged(context, arguments, params.timeout or timeout_s, window_ms)
     return Result(
         type=params.type,
         samples=samples_of(report),
-        files={"fio.json": json.dumps(report, indent=1).encode()},
+        histograms=histograms_of(report),
+        series=series,
+        files={"fio.json": json.dumps(report, separators=(",", ":")).encode()},
     )
+
+
+async def _run_logged(
+    context: Context, arguments: Sequence[str], timeout_s: float, window_ms: int
+) -> tuple[dict[str, Any], list[Series]]:
+    """:func:`run_fio` with a log of IOPS and bandwidth. A job file may keep its logs for itself: then none."""
+    prefix = f"/tmp/fio-{context.device.name}"
+    logs = [f"{prefix}_iops.log", f"{prefix}_bw.log"]
+    options = [
+        f"--write_iops_log={prefix}", f"--write_bw_log={prefix}", f"--log_avg_msec={window_ms}",
+        "--log_unix_epoch=1",  # jobs that follow one another do not all begin at 0
+        "--per_job_logs=0",
+    ]  # fmt: skip
+    await context.guest.exec(["rm", "-f", *logs], timeout_s=30)  # jobs append to the log that they share
+    report = await run_fio(context, [*options, *arguments], timeout_s)
+    for given in (report.get("global options", {}), *(job.get("job options", {}) for job in report["jobs"])):
+        window_ms = int(given.get("log_avg_msec", window_ms))
+    texts = [await context.guest.exec(["cat", log], timeout_s=30) for log in logs]
+    iops, bandwidth = (text.stdout.decode(errors="replace") if text.code == 0 else "" for text in texts)
+    return report, [
+        *series_of(iops, "iops", "1/s", window_ms),
+        *series_of(bandwidth, "bw_bytes", "B/s", window_ms, factor=1024),
+    ]
+
+
+def series_of(log: str, metric: str, unit: str, window_ms: int, factor: int = 1) -> list[Series]:
+    """What fio's log says of each operation, summed over jobs, ``factor`` times its values.
+
+    A row is (end of the window in ms, value, direction, ...); each job has one for each window.
+    """
+    rows = [line.split(",")[:3] for line in log.splitlines() if line.count(",") >= 2]
+    if not rows or window_ms <= 0:
+        return []
+    begin_ms = min(int(at) for at, _, _ in rows) - window_ms
+    sums: dict[str, Counter[int]] = {}
+    for at, value, direction in rows:
+        window = round((int(at) - begin_ms) / window_ms)
+        sums.setdefault(_DIRECTIONS[int(direction)], Counter())[window] += int(value) * factor
+    return [
+        Series(metric, unit, op, tuple((window * window_ms / 1000, values[window]) for window in sorted(values)))
+        for op, values in sorted(sums.items())
+    ]
 
 
 async def run_fio(context: Context, arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
@@ -108,7 +161,7 @@ async def run_fio(context: Context, arguments: Sequence[str], timeout_s: float) 
     output = f"/tmp/fio-{context.device.name}.json"  # workloads on other devices may run in the same guest
     argv = [
         "env", f"DEVICE={context.device.path}",
-        "fio", f"--output={output}", "--output-format=json", "--eta=always", "--eta-newline=1", *arguments,
+        "fio", f"--output={output}", "--output-format=json+", "--eta=always", "--eta-newline=1", *arguments,
     ]  # fmt: skip
     result = await context.guest.exec(argv, timeout_s=timeout_s, on_output=follow)
     report = parse_report(await context.guest.read_file(output)) if result.code == 0 else None
@@ -140,44 +193,83 @@ def parse_report(output: bytes) -> dict[str, Any]:
 
 
 def samples_of(report: dict[str, Any]) -> list[Sample]:
-    """Samples of every job in fio's JSON report."""
+    """Samples of every job in fio's JSON report, and of all jobs together."""
     samples: list[Sample] = []
-    several = len({job["jobname"] for job in report["jobs"]}) > 1
-    for job in report["jobs"]:
-        prefix = f"{job['jobname']}:" if several else ""
-        for op in ("read", "write", "trim"):
-            if job[op]["total_ios"]:
-                samples += _direction(job[op], prefix + op)
-        label = job["jobname"] if several else ""
-        samples += [
-            Sample("cpu_user", job["usr_cpu"], "%", label),
-            Sample("cpu_system", job["sys_cpu"], "%", label),
-            Sample("errors", job.get("total_err", 0), "1", label),
-        ]
+    groups = _groups(report)
+    for label, jobs in groups:
+        for op in _DIRECTIONS:
+            parts = [job[op] for job in jobs if job[op]["total_ios"]]
+            if parts:
+                at_once = len({job["groupid"] for job in jobs if "groupid" in job}) <= 1
+                samples += _direction(parts, _operation(label, op), at_once)
+        if label or len(groups) == 1:
+            samples += [
+                Sample("cpu_user", _mean([job["usr_cpu"] for job in jobs]), "%", label),
+                Sample("cpu_system", _mean([job["sys_cpu"] for job in jobs]), "%", label),
+                Sample("errors", sum(job.get("total_err", 0) for job in jobs), "1", label),
+            ]
     return samples
 
 
-def _direction(data: dict[str, Any], op: str) -> list[Sample]:
-    samples = [
-        Sample("ios", data["total_ios"], "1", op),
-        Sample("iops", data["iops"], "1/s", op),
-        Sample("bw_bytes", data["bw_bytes"], "B/s", op),
+def histograms_of(report: dict[str, Any]) -> list[Histogram]:
+    """The completion latencies of every job, and of all jobs together, where fio kept them."""
+    return [
+        merged
+        for label, jobs in _groups(report)
+        for op in _DIRECTIONS
+        if (merged := _merged([job[op] for job in jobs], _operation(label, op))) is not None
     ]
-    latency = data.get("clat_ns", {})
-    if "mean" in latency:
+
+
+def _groups(report: dict[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """(name, its threads' reports) of each job; then, if there are several, ("", all)."""
+    jobs: dict[str, list[dict[str, Any]]] = {}
+    for job in report["jobs"]:
+        jobs.setdefault(job["jobname"], []).append(job)
+    every = ("", list(report["jobs"]))
+    return [*jobs.items(), every] if len(jobs) > 1 else [every]
+
+
+def _operation(label: str, op: str) -> str:
+    return f"{label}:{op}" if label else op
+
+
+def _merged(parts: Sequence[dict[str, Any]], op: str) -> Histogram | None:
+    """None where there is nothing, or a part that kept no histogram."""
+    used = [part["clat_ns"] for part in parts if part["total_ios"]]
+    if not used or not all(one.get("bins") for one in used):
+        return None
+    return Histogram.merge(
+        [Histogram.of("clat", "ns", op, {int(ns): count for ns, count in one["bins"].items()}) for one in used]
+    )
+
+
+def _direction(parts: Sequence[dict[str, Any]], op: str, at_once: bool) -> list[Sample]:
+    ios = sum(part["total_ios"] for part in parts)
+    samples = [Sample("ios", ios, "1", op)]
+    if len(parts) == 1:
+        samples += [Sample("iops", parts[0]["iops"], "1/s", op), Sample("bw_bytes", parts[0]["bw_bytes"], "B/s", op)]
+    elif at_once and (runtime_ms := max(part["runtime"] for part in parts)):  # as fio's group_reporting does
+        total_bytes = sum(part["io_bytes"] for part in parts)
         samples += [
-            Sample("clat_mean", latency["mean"], "ns", op),
-            Sample("clat_max", latency["max"], "ns", op),
+            Sample("iops", ios * 1000 / runtime_ms, "1/s", op),
+            Sample("bw_bytes", total_bytes * 1000 / runtime_ms, "B/s", op),
         ]
-    for name, key in (
-        ("p50", "50.000000"),
-        ("p90", "90.000000"),
-        ("p99", "99.000000"),
-        ("p99.9", "99.900000"),
-    ):
-        if key in latency.get("percentile", {}):
-            samples.append(Sample(f"clat_{name}", latency["percentile"][key], "ns", op))
+    latencies = [part["clat_ns"] for part in parts if "mean" in part.get("clat_ns", {})]
+    if latencies:
+        mean = sum(one["mean"] * one["N"] for one in latencies) / max(sum(one["N"] for one in latencies), 1)
+        samples += [
+            Sample("clat_mean", mean, "ns", op),
+            Sample("clat_max", max(one["max"] for one in latencies), "ns", op),
+        ]
+    histogram = _merged(parts, op)
+    if histogram is not None:
+        samples += [Sample(f"clat_{percentile_name(p)}", histogram.percentile(p), "ns", op) for p in PERCENTILES]
     return samples
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _with_device(job: bytes) -> bytes:

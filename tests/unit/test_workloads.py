@@ -22,17 +22,16 @@ from emu.workloads.base import BlockDevice, find_device
 
 DISK = BlockDevice("/dev/nvme3n2", "nvme3", 1, 512, 1 << 30)
 
-# fio 3.39, --output-format=json, shortened; the first line is what fio prints before its JSON.
+# fio 3.39, --output-format=json+, shortened and with bins made up; the first line is what fio prints before its JSON.
 FIO_REPORT = """fio: some warning
 {
   "fio version": "fio-3.39",
   "jobs": [
     {
       "jobname": "job", "error": 0, "usr_cpu": 12.5, "sys_cpu": 30.25,
-      "read": {"total_ios": 52665, "iops": 17549.15, "bw_bytes": 71881319,
+      "read": {"total_ios": 52665, "io_bytes": 215715840, "runtime": 3001, "iops": 17549.15, "bw_bytes": 71881319,
         "clat_ns": {"min": 90000, "max": 9000000, "mean": 450000.5, "stddev": 1.0, "N": 52665,
-          "percentile": {"1.000000": 100, "50.000000": 321536, "90.000000": 700000, "99.000000": 2834432,
-            "99.900000": 5000000}}},
+          "bins": {"321536": 30000, "700000": 20000, "2834432": 2500, "5000000": 165}}},
       "write": {"total_ios": 0, "iops": 0.0, "bw_bytes": 0, "clat_ns": {"min": 0, "max": 0, "mean": 0.0}},
       "trim": {"total_ios": 0, "iops": 0.0, "bw_bytes": 0, "clat_ns": {"min": 0, "max": 0, "mean": 0.0}}
     }
@@ -96,11 +95,13 @@ def test_fio_turns_its_parameters_into_a_command_and_its_json_into_samples() -> 
     guest = fio_guest(answer=Answer(stdout=b"Jobs: 1 (f=1): [r(1)][37.5%][r=70MiB/s]\n[50%]\n"))
     parts: list[float] = []
     result = run(guest, "fio", parts.append, rw="randread", bs="8k", iodepth=32, runtime="3s", ramp="500ms")
-    (command,) = guest.commands
+    remove, command, *logs = guest.commands
+    assert remove == "rm -f /tmp/fio-nvme3n2_iops.log /tmp/fio-nvme3n2_bw.log"
+    assert logs == ["cat /tmp/fio-nvme3n2_iops.log", "cat /tmp/fio-nvme3n2_bw.log"]
     assert command.startswith("env DEVICE=/dev/nvme3n2 fio ")
     for word in (
         *("--filename=/dev/nvme3n2", "--rw=randread", "--bs=8k", "--iodepth=32", "--numjobs=1", "--direct=1"),
-        *("--time_based", "--runtime=3000ms", "--ramp_time=500ms", "--output-format=json"),
+        *("--time_based", "--runtime=3000ms", "--ramp_time=500ms", "--output-format=json+"),
     ):
         assert word in command.split()
     assert parts == [0.5]
@@ -131,8 +132,8 @@ def test_fio_turns_its_parameters_into_a_command_and_its_json_into_samples() -> 
 def test_fio_defaults(params: dict[str, Any], expected: str) -> None:
     guest = fio_guest()
     run(guest, "fio", **params)
-    assert expected in guest.commands[0].split()
-    assert ("--time_based" in guest.commands[0]) == ("size" not in params)
+    assert expected in guest.commands[1].split()
+    assert ("--time_based" in guest.commands[1]) == ("size" not in params)
 
 
 def test_fio_says_what_fio_said() -> None:
@@ -156,13 +157,13 @@ def test_a_job_file_gets_the_device_unless_it_names_one(tmp_path: Path) -> None:
         guest = fio_guest()
         run(guest, "fio", job=str(job))
         assert guest.files["/tmp/user-nvme3n2.fio"].decode() == expected
-        assert guest.commands[0].split()[-1] == "/tmp/user-nvme3n2.fio"
+        assert guest.commands[1].split()[-1] == "/tmp/user-nvme3n2.fio"
 
 
 def test_a_job_file_with_several_jobs_keeps_them_apart() -> None:
     report = json.loads(FIO_REPORT[FIO_REPORT.index("{") :])
     report["jobs"].append({**report["jobs"][0], "jobname": "other"})
-    assert {sample.op for sample in fio.samples_of(report)} == {"job:read", "job", "other:read", "other"}
+    assert {sample.op for sample in fio.samples_of(report)} == {"job:read", "job", "other:read", "other", "read"}
 
 
 # -- verify
