@@ -383,7 +383,8 @@ class Client:
             used = np.nonzero(histogram)[0]
             names = ("commands", "punts", "errors", "bytes_read", "bytes_written")
             row: dict[str, Any] = {name: int(sq[name]) for name in names}
-            row |= {"sqid": qid, "entries": int(sq.entries), "fetched": int(sq.fetched), "signals": int(cq.signals)}
+            row |= {"sqid": qid, "entries": int(sq.entries), "epoch": int(sq.epoch), "fetched": int(sq.fetched)}
+            row["signals"] = int(cq.signals)
             row["wait_ns"] = self.plane.poller.to_ns(int(sq.ticks_wait))
             row["serve_ns"] = self.plane.poller.to_ns(int(sq.ticks_serve))
             row["latency"] = [[layout.bucket_floor_ns(int(i)), int(histogram[i])] for i in used]

@@ -182,7 +182,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_json(report.to_json())
     else:
         print_report(report, Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS))
-        print(f"report: {path}")
+        print(f"report: {path}, {path.with_suffix('.html').name}")
     return OK if report.ok else FAILED
 
 
@@ -264,10 +264,11 @@ def _split_options(text: str) -> tuple[str, dict[str, Any]]:
 
 def _make_room(out: Path) -> None:
     """Takes away what an earlier run left in ``out``, and only that."""
-    from emu.report.document import REPORT, WORKLOADS
+    from emu.report.document import PAGE, REPORT, WORKLOADS
 
     if (out / REPORT).is_file():
         (out / REPORT).unlink()
+        (out / PAGE).unlink(missing_ok=True)
         for folder in (WORKLOADS, "lab"):
             shutil.rmtree(out / folder, ignore_errors=True)
 

@@ -15,7 +15,7 @@ from emu.daemon import Dpu
 from emu.lab import Lab, LabConfig, prepare
 from emu.paths import cache_dir
 from emu.progress import Progress, Silent
-from emu.report import DpuReport, Report, VmReport
+from emu.report import DpuReport, Report, VmReport, card
 from emu.scenario import Scenario, split_device
 from emu.vm import Vm
 from emu.workloads import WORKLOADS, Context, Params, Result
@@ -81,6 +81,8 @@ async def run_workload(lab: Lab, params: Params, progress: Progress) -> Result:
     progress.step(f"{name} on {params.vm}, {params.device}", total=_STEPS)
     bar = _Fraction(progress)
     vm = lab.vms[params.vm]
+    dpu, controller = split_device(params.device)
+    before = await card.look(lab.dpus[dpu], controller)
     began_s = time.monotonic()
     try:
         guest = VmGuest(vm)
@@ -91,6 +93,7 @@ async def run_workload(lab: Lab, params: Params, progress: Progress) -> Result:
     bar(1.0)
     result.name, result.vm, result.device = name, params.vm, params.device
     result.seconds = round(time.monotonic() - began_s, 3)
+    result.card = card.since(before, await card.look(lab.dpus[dpu], controller))
     return result
 
 

@@ -1,4 +1,4 @@
-"""Reports: what a run was made of and what came of it, as JSON for programs and a table for people.
+"""Reports: what a run was made of and what came of it, as JSON for programs, a page and a table for people.
 
 A report is one JSON object (``SCHEMA``); later versions add keys and raise the number when one changes meaning.
 
@@ -13,8 +13,10 @@ A report is one JSON object (``SCHEMA``); later versions add keys and raise the 
 - ``scenario``: as checked, with every default filled in; sizes in bytes, durations in seconds
 - ``vms``: by name: ``restored`` from a template snapshot or booted
 - ``dpus``: by name: ``worker_restarts`` and ``stats``, null where the daemon does not tell, ``error``
-- ``workloads``: in order: type, name, vm, device, ok, error, seconds, samples {metric, value, unit, op}, detail,
-  files (names below ``workloads/NN-NAME/`` beside the report)
+- ``workloads``: in order: type, name, vm, device, ok, error, seconds, samples {metric, value, unit, op},
+  histograms {metric, unit, op, bins [[value, count], ...]}, series {metric, unit, op, points [[second, value], ...]},
+  card (:mod:`emu.report.card`), detail, files (names below ``workloads/NN-NAME/`` beside the report)
+- ``merged``: of workloads of one name on several devices: name, on, samples and histograms of all together
 - ``notes``: what was said once on the way (accelerator taken, packages that are not the pinned ones)
 """
 

@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dpu.errors import EmuError
-from emu.workloads import Result
+from emu.report.html import page
+from emu.workloads import Result, Sample
+from emu.workloads.measures import PERCENTILES, Histogram, merge_all, percentile_name
 
 SCHEMA = 1
 REPORT = "report.json"
+PAGE = "report.html"
 WORKLOADS = "workloads"
 
 
@@ -64,11 +67,34 @@ class Report:
             "vms": {name: asdict(vm) for name, vm in self.vms.items()},
             "dpus": {name: asdict(dpu) for name, dpu in self.dpus.items()},
             "workloads": [result.to_json() for result in self.workloads],
+            "merged": self.merged(),
             "notes": self.notes,
         }
 
+    def merged(self) -> list[dict[str, Any]]:
+        """The distributions of workloads of one name on several devices or VMs together."""
+        groups: dict[str, list[Result]] = {}
+        for result in self.workloads:
+            if result.histograms:
+                groups.setdefault(result.name, []).append(result)
+        return [
+            {
+                "name": name,
+                "on": [f"{result.vm} {result.device}".strip() for result in results],
+                "samples": [asdict(sample) for one in together for sample in _samples(one)],
+                "histograms": [asdict(one) for one in together],
+            }
+            for name, results in groups.items()
+            if len(results) > 1
+            for together in [merge_all(one for result in results for one in result.histograms)]
+        ]
+
     def write(self, folder: Path) -> Path:
-        """Writes ``folder``/report.json, whole or not at all, and the workloads' files; returns its path."""
+        """Writes ``folder``/report.json and report.html, each whole or not at all, and the workloads' files.
+
+        Returns the path of the JSON.
+        """
+        document = self.to_json()
         try:
             for number, result in enumerate(self.workloads, 1):
                 below = folder / WORKLOADS / f"{number:02}-{_file_name(result.name)}"
@@ -76,9 +102,11 @@ class Report:
                     below.mkdir(parents=True, exist_ok=True)
                     (below / name).write_bytes(content)
             folder.mkdir(parents=True, exist_ok=True)
-            draft = folder / f".{REPORT}"
-            draft.write_text(json.dumps(self.to_json(), indent=2) + "\n")
-            os.replace(draft, folder / REPORT)
+            links = [str(path.relative_to(folder)) for below in (WORKLOADS, "lab") for path in _files(folder / below)]
+            for name, text in ((PAGE, page(document, links)), (REPORT, json.dumps(document, indent=2) + "\n")):
+                draft = folder / f".{name}"
+                draft.write_text(text, encoding="utf-8")
+                os.replace(draft, folder / name)
         except OSError as error:
             raise EmuError(
                 f"cannot write the report below {folder}: {error.strerror}", "choose another --out"
@@ -88,3 +116,15 @@ class Report:
 
 def _file_name(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9._-]+", "-", name).strip("-.") or "workload"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _samples(histogram: Histogram) -> list[Sample]:
+    metric, unit, op = histogram.metric, histogram.unit, histogram.op
+    return [
+        Sample("ios", histogram.count, "1", op),
+        *(Sample(f"{metric}_{percentile_name(p)}", histogram.percentile(p), unit, op) for p in PERCENTILES),
+    ]

@@ -1,0 +1,90 @@
+"""What the card counted while a workload ran: the difference of two looks at ``dpu_get_stats``.
+
+Use::
+
+    before = await look(dpu, "fast")
+    ...                                             # the workload
+    result.card = since(before, await look(dpu, "fast"))
+
+Of the controller's I/O queues together: commands, bytes_read, bytes_written, punts, errors (1 and B), signals
+(interrupts sent), wait_ns and serve_ns (found in the queue to begun, begun to completed, summed over commands),
+latency ([smallest latency of the bucket in ns, commands]), and whatever else a queue counts. ``complete`` is false
+where queues went away meanwhile (a controller reset), because their counts went with them. ``cpu_ns`` is the CPU time
+of the worker, all its threads; it is missing where another worker took over.
+
+Limits: {} where the daemon does not tell, as SPDK's target.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpu.errors import EmuError
+from emu.daemon import Dpu, nqn
+
+_ABOUT = {"sqid", "entries", "epoch", "fetched"}  # what a queue is; commands are counted beside ``fetched``
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look: the rows of the controller's I/O queues by SQID, the worker and its CPU time."""
+
+    queues: dict[int, dict[str, Any]] = field(default_factory=dict)
+    pid: int = 0
+    cpu_ns: int = 0
+
+
+async def look(dpu: Dpu, controller: str) -> Look | None:
+    """What ``dpu_get_stats`` says now; None where the daemon does not answer it."""
+    try:
+        stats = await dpu.rpc("dpu_get_stats")
+    except EmuError:
+        return None
+    name = nqn(dpu.name, controller)
+    rows = [row for one in stats["controllers"] if one["nqn"] == name for row in one["queues"]]
+    return Look({row["sqid"]: row for row in rows if row["sqid"]}, stats["pid"], process_cpu_ns(stats["pid"]))
+
+
+def since(before: Look | None, after: Look | None) -> dict[str, Any]:
+    """What was counted in between."""
+    if before is None or after is None:
+        return {}
+    sums: Counter[str] = Counter()
+    latency: Counter[int] = Counter()
+    complete = set(before.queues) <= set(after.queues)
+    for sqid, row in after.queues.items():
+        old = before.queues.get(sqid, {})
+        if old and (old["epoch"] != row["epoch"] or old["fetched"] > row["fetched"]):
+            old, complete = {}, False
+        for key in row.keys() - _ABOUT - {"latency"}:
+            sums.update(_flat(key, row[key]))
+            sums.subtract(_flat(key, old.get(key, 0)))
+        latency.update(dict(row["latency"]))
+        latency.subtract(dict(old.get("latency", [])))
+    document: dict[str, Any] = {
+        **{key: sums[key] for key in sorted(sums)},
+        "latency": [[floor_ns, count] for floor_ns, count in sorted(latency.items()) if count],
+        "complete": complete,
+    }
+    if before.pid == after.pid and after.cpu_ns:
+        document["cpu_ns"] = after.cpu_ns - before.cpu_ns
+    return document
+
+
+def _flat(key: str, value: Any) -> dict[str, int]:
+    """A counter; or counters by reason, as "key.reason"."""
+    return {f"{key}.{reason}": count for reason, count in value.items()} if isinstance(value, dict) else {key: value}
+
+
+def process_cpu_ns(pid: int) -> int:
+    """CPU nanoseconds of all threads that ``pid`` has, by proc(5)'s schedstat; 0 where the kernel keeps none."""
+    total_ns = 0
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            total_ns += int((task / "schedstat").read_text().split()[0])
+    except OSError:
+        return 0
+    return total_ns
