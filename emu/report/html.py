@@ -24,7 +24,6 @@ from emu.workloads.measures import PERCENTILES, Histogram, Series, percentile_na
 
 _STEPS_PER_OCTAVE = 4  # of the drawn distribution; the histograms have at least 8
 _CARD = "at the card"
-_STAGES = ("guest and QEMU", "waiting at the card", "served by the card")
 
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1b1b1f; --dim: #5c5f66; --rule: #d9dbe0; --bad: #b3261e;
@@ -208,25 +207,24 @@ def _stages(one: Mapping[str, Any]) -> Iterator[Element]:
     """Where the time of a mean command went."""
     card = one["card"]
     wait_ns, serve_ns = (card.get(key, 0) / card["commands"] for key in ("wait_ns", "serve_ns"))
+    stages = {"waiting at the card": wait_ns, "served by the card": serve_ns}
     found = {(sample["op"], sample["metric"]): sample["value"] for sample in one["samples"]}
     ops = [op for op in ("read", "write", "trim") if (op, "clat_mean") in found]
-    ios = sum(found[op, "ios"] for op in ops)
-    seen_ns = sum(found[op, "clat_mean"] * found[op, "ios"] for op in ops) / ios if ios else 0.0
-    outside_ns = max(seen_ns - wait_ns - serve_ns, 0.0)
-    values = [outside_ns, wait_ns, serve_ns]
+    if ios := sum(found[op, "ios"] for op in ops):
+        seen_ns = sum(found[op, "clat_mean"] * found[op, "ios"] for op in ops) / ios
+        stages = {"guest and QEMU": max(seen_ns - wait_ns - serve_ns, 0.0), **stages}
     title = f"{one['name']}: time per stage"
-    total_ns = sum(values)
-    shares = ", ".join(f"{stage} {_ns(value)}" for stage, value in zip(_STAGES, values))
+    total_ns = sum(stages.values())
+    shares = ", ".join(f"{stage} {_ns(value)}" for stage, value in stages.items())
     picture = svg.bars(
         title,
         f"The time of a mean command by stage: {shares}.",
         svg.Axis.linear("time of a mean command", total_ns, _ns),
-        _STAGES,
-        [("mean command", values)],
+        list(stages),
+        [("mean command", list(stages.values()))],
     )
     rows = [
-        [stage, _ns(value), f"{100 * value / total_ns:.1f} %" if total_ns else ""]
-        for stage, value in zip(_STAGES, values)
+        [stage, _ns(value), f"{100 * value / total_ns:.1f} %" if total_ns else ""] for stage, value in stages.items()
     ]
     counters = [
         [key.replace("_", " "), f"{value:,}", f"{value / card['commands']:.3g}"]
@@ -236,7 +234,7 @@ def _stages(one: Mapping[str, Any]) -> Iterator[Element]:
     note = "" if card["complete"] else "Queues went away meanwhile (a controller reset), and their counts with them."
     yield _figure_with(
         picture,
-        title + ". The guest's part is fio's mean completion latency less the card's, where fio told one. " + note,
+        f"{title}. The guest's part, where there is one, is fio's mean completion latency less the card's. {note}",
         table("Time of a mean command", ["stage", "time", "share"], rows),
         table("Counted by the card", ["counter", "sum", "per command"], counters),
     )

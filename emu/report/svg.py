@@ -123,9 +123,11 @@ def plot(title: str, description: str, x: Axis, y: Axis, lines: Sequence[Line]) 
                     "line", x1=at, y1=row + 2, x2=at, y2=top + _HEIGHT, class_=f"mark {colour}", stroke_dasharray=dash
                 )
             )
+            width = 8.0 * len(label)
             if at > used:
-                parts.append(_text(at + 2, row, label, "start"))
-                used = at + 8.0 * len(label)
+                fits = at + width < _WIDTH
+                parts.append(_text(at + 2 if fits else at - 2, row, label, "start" if fits else "end"))
+                used = at + width
     return _picture(title, description, height, parts)
 
 
