@@ -127,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--offline", action="store_true", help="do not ask the network")
     doctor.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
 
+    metrics = add("metrics", _metrics, "A DPU's I/O counters for Prometheus, as OpenMetrics text.")
+    metrics.add_argument("socket", nargs="+", metavar="[NAME=]SOCKET", help="a JSON-RPC socket; NAME is its label")
+    metrics.add_argument("--listen", metavar="[HOST:]PORT", help="serve http://HOST:PORT/metrics; else print once")
+
     images = add("images", _images, "Guest images in the cache.", _IMAGES_HELP)
     images.add_argument("verb", choices=tuple(_IMAGES), metavar="VERB", help=" | ".join(_IMAGES))
     return parser
@@ -312,6 +316,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     code = doctor(arguments.json, offline=arguments.offline, qemu_option=arguments.qemu)
     return OK if code == 0 else ENVIRONMENT
+
+
+def _metrics(arguments: argparse.Namespace) -> int:
+    from emu import metrics
+
+    sockets: dict[str, str] = {}
+    for text in arguments.socket:
+        name, _, path = text.partition("=") if "=" in text.partition("/")[0] else (text, "", text)
+        sockets[name] = path
+    if arguments.listen is not None:
+        with metrics.server(sockets, arguments.listen) as server:
+            print(f"http://{server.server_name}:{server.server_port}/metrics", file=sys.stderr, flush=True)
+            server.serve_forever()
+    stats = metrics.ask(sockets)
+    if arguments.json:
+        _print_json({"ok": None not in stats.values(), "dpus": stats})
+    else:
+        print(metrics.render(stats), end="")
+    return ENVIRONMENT if None in stats.values() else OK
 
 
 def _images(arguments: argparse.Namespace) -> int:

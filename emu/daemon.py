@@ -103,6 +103,11 @@ def nqn(dpu: str, controller: str) -> str:
     return f"nqn.2026-11.internal.dpu-emu:{dpu}:{controller}"
 
 
+def bdev_name(controller: str, nsid: int) -> str:
+    """The back end of a namespace."""
+    return f"{controller}.{nsid}"
+
+
 def listener_directory(directory: Path, controller: str) -> Path:
     """SPDK's ``traddr`` for VFIOUSER; the socket in it is called ``cntrl``."""
     return directory / controller
@@ -127,7 +132,7 @@ def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str
         }
         calls.append(("nvmf_create_subsystem", identity))
         for nsid, namespace in enumerate(controller.namespaces, 1):
-            bdev = f"{controller.name}.{nsid}"
+            bdev = bdev_name(controller.name, nsid)
             calls.append(_bdev_call(bdev, namespace, backing_file(config, controller, nsid, files)))
             add = {"nqn": name, "namespace": {"bdev_name": bdev, "nsid": nsid}}
             calls.append(("nvmf_subsystem_add_ns", add))

@@ -82,7 +82,7 @@ async def run_workload(lab: Lab, params: Params, progress: Progress) -> Result:
     bar = _Fraction(progress)
     vm = lab.vms[params.vm]
     dpu, controller = split_device(params.device)
-    before = await card.look(lab.dpus[dpu], controller)
+    before = await card.look(lab.dpus[dpu], controller, params.nsid)
     began_s = time.monotonic()
     try:
         guest = VmGuest(vm)
@@ -93,7 +93,7 @@ async def run_workload(lab: Lab, params: Params, progress: Progress) -> Result:
     bar(1.0)
     result.name, result.vm, result.device = name, params.vm, params.device
     result.seconds = round(time.monotonic() - began_s, 3)
-    result.card = card.since(before, await card.look(lab.dpus[dpu], controller))
+    result.card = card.since(before, await card.look(lab.dpus[dpu], controller, params.nsid))
     return result
 
 

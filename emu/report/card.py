@@ -1,18 +1,19 @@
-"""What the card counted while a workload ran: the difference of two looks at ``dpu_get_stats``.
+"""What the card counted while a workload ran: two looks at ``bdev_get_iostat`` and ``dpu_get_stats``, subtracted.
 
 Use::
 
-    before = await look(dpu, "fast")
+    before = await look(dpu, "fast", 1)
     ...                                             # the workload
-    result.card = since(before, await look(dpu, "fast"))
+    result.card = since(before, await look(dpu, "fast", 1))
 
-Of the controller's I/O queues together: commands, bytes_read, bytes_written, punts, errors (1 and B), signals
+``io``: the namespace's bdev_get_iostat, SPDK's fields, as far as they are sums. The rest is of the controller's I/O
+queues together: commands, bytes_read, bytes_written, punts, errors (1 and B), signals
 (interrupts sent), wait_ns and serve_ns (found in the queue to begun, begun to completed, summed over commands),
 latency ([smallest latency of the bucket in ns, commands]), and whatever else a queue counts. ``complete`` is false
 where queues went away meanwhile (a controller reset), because their counts went with them. ``cpu_ns`` is the CPU time
 of the worker, all its threads; it is missing where another worker took over.
 
-Limits: {} where the daemon does not tell, as SPDK's target.
+Limits: an SPDK target tells ``io`` only.
 """
 
 from __future__ import annotations
@@ -23,35 +24,44 @@ from pathlib import Path
 from typing import Any
 
 from dpu.errors import EmuError
-from emu.daemon import Dpu, nqn
+from emu.daemon import Dpu, bdev_name, nqn
 
 _ABOUT = {"sqid", "entries", "epoch", "fetched"}  # what a queue is; commands are counted beside ``fetched``
 
 
 @dataclass(frozen=True)
 class Look:
-    """One look: the rows of the controller's I/O queues by SQID, the worker and its CPU time."""
+    """One look: the controller's I/O queues by SQID, its namespace's sums, the worker and its CPU time."""
 
     queues: dict[int, dict[str, Any]] = field(default_factory=dict)
+    io: dict[str, int] = field(default_factory=dict)
     pid: int = 0
     cpu_ns: int = 0
 
 
-async def look(dpu: Dpu, controller: str) -> Look | None:
-    """What ``dpu_get_stats`` says now; None where the daemon does not answer it."""
+async def look(dpu: Dpu, controller: str, nsid: int) -> Look:
+    """What the daemon says now, as far as it does."""
+    try:
+        (iostat,) = (await dpu.rpc("bdev_get_iostat", names=[bdev_name(controller, nsid)]))["bdevs"]
+    except EmuError:
+        return Look()
+    io = {key: count for key, count in iostat.items() if key.startswith(("bytes_", "num_"))}
     try:
         stats = await dpu.rpc("dpu_get_stats")
     except EmuError:
-        return None
+        return Look(io=io)
     name = nqn(dpu.name, controller)
     rows = [row for one in stats["controllers"] if one["nqn"] == name for row in one["queues"]]
-    return Look({row["sqid"]: row for row in rows if row["sqid"]}, stats["pid"], process_cpu_ns(stats["pid"]))
+    return Look({row["sqid"]: row for row in rows if row["sqid"]}, io, stats["pid"], process_cpu_ns(stats["pid"]))
 
 
-def since(before: Look | None, after: Look | None) -> dict[str, Any]:
+def since(before: Look, after: Look) -> dict[str, Any]:
     """What was counted in between."""
-    if before is None or after is None:
+    if not before.io or not after.io:
         return {}
+    document: dict[str, Any] = {"io": {key: count - before.io.get(key, 0) for key, count in after.io.items()}}
+    if not after.pid:
+        return document
     sums: Counter[str] = Counter()
     latency: Counter[int] = Counter()
     complete = set(before.queues) <= set(after.queues)
@@ -64,11 +74,9 @@ def since(before: Look | None, after: Look | None) -> dict[str, Any]:
             sums.subtract(_flat(key, old.get(key, 0)))
         latency.update(dict(row["latency"]))
         latency.subtract(dict(old.get("latency", [])))
-    document: dict[str, Any] = {
-        **{key: sums[key] for key in sorted(sums)},
-        "latency": [[floor_ns, count] for floor_ns, count in sorted(latency.items()) if count],
-        "complete": complete,
-    }
+    document |= {key: sums[key] for key in sorted(sums)}
+    document["latency"] = [[floor_ns, count] for floor_ns, count in sorted(latency.items()) if count]
+    document["complete"] = complete
     if before.pid == after.pid and after.cpu_ns:
         document["cpu_ns"] = after.cpu_ns - before.cpu_ns
     return document

@@ -228,8 +228,8 @@ def _stages(one: Mapping[str, Any]) -> Iterator[Element]:
     ]
     counters = [
         [key.replace("_", " "), f"{value:,}", f"{value / card['commands']:.3g}"]
-        for key, value in card.items()
-        if key not in ("latency", "complete")
+        for key, value in {**card["io"], **card}.items()
+        if isinstance(value, int) and key != "complete"
     ]
     note = "" if card["complete"] else "Queues went away meanwhile (a controller reset), and their counts with them."
     yield _figure_with(

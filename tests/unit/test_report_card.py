@@ -17,10 +17,15 @@ def row(sqid: int, fetched: int, epoch: int = 1, **more: Any) -> dict[str, Any]:
     return {"sqid": sqid, "entries": 64, "epoch": epoch, "fetched": fetched, **counts, **more}
 
 
+def seen(*rows: dict[str, Any], reads: int = 1, pid: int = 7, cpu_ns: int = 0) -> Look:
+    return Look({row["sqid"]: row for row in rows}, {"num_read_ops": reads}, pid, cpu_ns)
+
+
 def test_queues_are_summed_and_what_was_before_is_taken_off() -> None:
-    before = Look({1: row(1, 10), 2: row(2, 5)}, pid=7, cpu_ns=100)
-    after = Look({1: row(1, 110), 2: row(2, 6, latency=[[48, 5], [96, 1]]), 3: row(3, 4)}, pid=7, cpu_ns=350)
+    before = seen(row(1, 10), row(2, 5), reads=20, cpu_ns=100)
+    after = seen(row(1, 110), row(2, 6, latency=[[48, 5], [96, 1]]), row(3, 4), reads=125, cpu_ns=350)
     assert since(before, after) == {
+        "io": {"num_read_ops": 105},
         "commands": 105,
         "bytes_read": 105 * 4096,
         "serve_ns": 105 * 50,
@@ -31,35 +36,40 @@ def test_queues_are_summed_and_what_was_before_is_taken_off() -> None:
 
 
 def test_counters_by_reason() -> None:
-    before = Look({1: row(1, 0, punts={"flush": 1})})
-    after = Look({1: row(1, 0, punts={"flush": 3, "fault": 1})})
-    found = since(before, after)
+    found = since(seen(row(1, 0, punts={"flush": 1})), seen(row(1, 0, punts={"flush": 3, "fault": 1})))
     assert (found["punts.flush"], found["punts.fault"]) == (2, 1)
 
 
 def test_a_queue_made_anew_begins_at_nothing() -> None:
-    before = Look({1: row(1, 10), 2: row(2, 8)})
-    anew = since(before, Look({1: row(1, 12, epoch=2), 2: row(2, 9)}))
+    before = seen(row(1, 10), row(2, 8))
+    anew = since(before, seen(row(1, 12, epoch=2), row(2, 9)))
     assert (anew["commands"], anew["complete"]) == (13, False)
-    assert since(before, Look({1: row(1, 10)}))["complete"] is False
+    assert since(before, seen(row(1, 10)))["complete"] is False
 
 
-def test_another_worker_or_none() -> None:
-    assert "cpu_ns" not in since(Look(pid=1, cpu_ns=5), Look(pid=2, cpu_ns=9))
-    assert since(None, Look()) == since(Look(), None) == {}
+def test_another_worker_or_target_or_none() -> None:
+    assert "cpu_ns" not in since(seen(pid=1, cpu_ns=5), seen(pid=2, cpu_ns=9))
+    assert since(Look(io={"num_read_ops": 3}), Look(io={"num_read_ops": 5})) == {"io": {"num_read_ops": 2}}
+    assert since(Look(), seen()) == since(seen(), Look()) == {}
 
 
 class FakeDpu:
+    """Answers by method; an error for those that it has not."""
+
     name = "card"
 
-    def __init__(self, answer: dict[str, Any] | EmuError) -> None:
-        self.answer = answer
+    def __init__(self, **answers: dict[str, Any]) -> None:
+        self.answers = answers
 
-    async def rpc(self, method: str) -> dict[str, Any]:
-        assert method == "dpu_get_stats"
-        if isinstance(self.answer, EmuError):
-            raise self.answer
-        return self.answer
+    async def rpc(self, method: str, **parameters: Any) -> dict[str, Any]:
+        if method not in self.answers:
+            raise EmuError("Method not found")
+        assert parameters == ({"names": ["fast.2"]} if method == "bdev_get_iostat" else {})
+        return self.answers[method]
+
+
+def looked(**answers: dict[str, Any]) -> Look:
+    return asyncio.run(look(cast(Dpu, FakeDpu(**answers)), "fast", 2))
 
 
 def test_a_look_takes_the_io_queues_of_its_controller() -> None:
@@ -68,9 +78,12 @@ def test_a_look_takes_the_io_queues_of_its_controller() -> None:
         "pid": os.getpid(),
         "controllers": [{"nqn": other, "queues": [row(1, 1)]}, {"nqn": mine, "queues": [row(0, 3), row(1, 2)]}],
     }
-    found = asyncio.run(look(cast(Dpu, FakeDpu(stats)), "fast"))
-    assert found is not None and found.queues == {1: row(1, 2)} and found.pid == os.getpid()
-    assert asyncio.run(look(cast(Dpu, FakeDpu(EmuError("method not found"))), "fast")) is None
+    bdev = {"name": "fast.2", "bytes_read": 5, "num_read_ops": 1, "max_read_latency_ticks": 9, "io_error": {}}
+    iostat = {"tick_rate": 1, "bdevs": [bdev]}
+    found = looked(dpu_get_stats=stats, bdev_get_iostat=iostat)
+    assert (found.queues, found.io, found.pid) == ({1: row(1, 2)}, {"bytes_read": 5, "num_read_ops": 1}, os.getpid())
+    assert looked(bdev_get_iostat=iostat) == Look(io=found.io)
+    assert looked() == Look()
 
 
 def test_cpu_time_is_that_of_all_threads() -> None:

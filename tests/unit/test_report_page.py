@@ -69,6 +69,7 @@ def full_report() -> Report:
     reads.histograms = [one for one in fio.histograms_of(REPORT) if ":" not in one.op]
     reads.series = fio.series_of(LOG, "iops", "1/s", 250) + fio.series_of(LOG, "bw_bytes", "B/s", 250, 1024)
     reads.card = {
+        "io": {"bytes_read": 409600, "num_read_ops": 100},
         "commands": 100, "wait_ns": 100_000, "serve_ns": 300_000, "punts": 3, "latency": [[3072, 60], [6144, 40]],
         "complete": True,
     }  # fmt: skip
@@ -125,6 +126,8 @@ def test_what_a_reader_looks_for(whole: Page) -> None:
     assert "failed" in whole.texts[whole.all("strong")[0]]
     stages = next(whole.texts[i] for i in whole.all("table") if "Time of a mean command" in whole.texts[i])
     assert "waiting at the card1 us" in stages and "served by the card3 us" in stages
+    counted = next(whole.texts[i] for i in whole.all("table") if "Counted by the card" in whole.texts[i])
+    assert "num read ops1001" in counted and "punts30.03" in counted
     together = next(whole.texts[i] for i in whole.all("p") if "merged histograms of" in whole.texts[i])
     assert "web card.disk, other card.disk" in together
 
