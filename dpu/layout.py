@@ -47,7 +47,8 @@ SEGMENTS: Final = (1 << MDTS) + 1  # an unaligned transfer touches one page more
 CONTROLLERS: Final = 64  # per worker
 BATCH: Final = 32  # commands fetched from one SQ before the next SQ gets its turn
 DOORBELLS_OFFSET: Final = 0x1000  # in BAR0 (CAP.DSTRD 0)
-BAR_BYTES: Final = PAGE
+BAR_BYTES: Final = PAGE  # of doorbells
+BAR_FILE_BYTES: Final = DOORBELLS_OFFSET + BAR_BYTES  # as in BAR0, so that a client can map the doorbells
 BLOB_BYTES: Final = 256 << 10  # each half of control's own state (dpu.channel.ConfigStore)
 RING_ENTRIES: Final = 8192
 
@@ -288,6 +289,7 @@ CONTROLLER: Final = _words(
     "todo_begin",
     "todo_end",
     "recovering",  # they are the last worker's: new commands wait
+    "mapped",  # 1: the client writes to the doorbell page itself, and nothing tells us when
     size=256,
 )
 
@@ -324,6 +326,7 @@ POLLER: Final = _words(
     "armed",  # 1: the guest was asked to ring for new entries
     "sleeps",
     "idle_ms",  # longest sleep
+    "nap_ns",  # longest sleep while a doorbell page is mapped by its client
     "kill_point",  # tests: KILL_POINTS code and countdown
     "kill_after",
     "pid",

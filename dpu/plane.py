@@ -45,7 +45,7 @@ _ATTENTION = layout.offset_of(layout.CONTROLLER, "attention")
 
 
 class Plane:
-    """``state_fd`` and ``bar_fd``: the kept areas (layout.STATE_BYTES, layout.BAR_BYTES), which stay the caller's.
+    """``state_fd``, ``bar_fd``: the kept areas (layout.STATE_BYTES, layout.BAR_FILE_BYTES), which stay the caller's.
 
     ``memory_of``: maps a memory back end once per worker and gives its address. ``namespaces_max``: NN.
     """
@@ -68,7 +68,7 @@ class Plane:
         self.generation = 0  # grows with every close_all: answers to commands of before are dropped
         self._memory_of = memory_of
         self._state = mmap.mmap(state_fd, layout.STATE_BYTES)
-        self._bar = mmap.mmap(bar_fd, layout.BAR_BYTES)
+        self._bar = mmap.mmap(bar_fd, layout.BAR_BYTES, offset=layout.DOORBELLS_OFFSET)
         self.store = ConfigStore(state_fd, layout.BLOB_BYTES, layout.BLOB_OFFSET)
         self.sqs = self._part(layout.SQ_OFFSET, layout.SQ, layout.QUEUES)
         self.cqs = self._part(layout.CQ_OFFSET, layout.CQ, layout.QUEUES)
@@ -101,7 +101,7 @@ class Plane:
         c.namespaces_max = namespaces_max
         c.hold = c.attention = c.outstanding = c.live_count = 0
         c.todo_begin = c.todo_end = c.recovering = 0
-        c.dma, c.dma_count, c.shadow, c.events, c.bad_doorbell = 0, 0, 0, 0, 0
+        c.dma, c.dma_count, c.shadow, c.events, c.bad_doorbell, c.mapped = 0, 0, 0, 0, 0, 0
         c.sequence = 1
         c.state = _at(self.sqs) - layout.SQ_OFFSET
         header = self._part(0, layout.HEADER, 1)[0]
@@ -298,6 +298,11 @@ class Plane:
                 shadow = self.memory.find(self._dbbuf[0], layout.PAGE, DMA_READ | DMA_WRITE)
                 events = self.memory.find(self._dbbuf[1], layout.PAGE, DMA_WRITE)
         self.record.shadow, self.record.events = (shadow, events) if events else (0, 0)
+
+    def set_mapped(self, mapped: bool) -> None:
+        """Whether the client writes to the doorbell page by itself."""
+        self.record.mapped = int(mapped)
+        self.poller.wake()
 
     def set_mask(self, intms: int) -> None:
         """INTMS is for pin and MSI interrupts; with MSI-X the host does not use it (Base 3.1.3.3)."""

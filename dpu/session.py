@@ -42,7 +42,7 @@ from dpu.vfio_user.pci_config import (
     MSIX_TABLE_BYTES,
     PciConfig,
 )
-from dpu.vfio_user.protocol import IrqInfo, RegionInfo, Session
+from dpu.vfio_user.protocol import IrqInfo, RegionInfo, Session, Window
 from dpu.vfio_user.wire import IrqFlag, RegionFlag
 
 if TYPE_CHECKING:
@@ -106,13 +106,7 @@ class Client:
         self.pci = PciConfig(layout.VECTORS)
         self.controller = Controller(self.subsystem, cntlid, self.plane.memory, self.plane, RealClock())
         self.session = Session(self)
-        rows = {
-            BAR0: RegionInfo(BAR0, BAR0_BYTES, _RW),
-            MSIX_TABLE_BAR: RegionInfo(MSIX_TABLE_BAR, MSIX_TABLE_BYTES, _RW),
-            MSIX_PBA_BAR: RegionInfo(MSIX_PBA_BAR, MSIX_PBA_BYTES, _RW),
-            CONFIG_REGION: RegionInfo(CONFIG_REGION, CONFIG_BYTES, _RW),
-        }
-        self.regions: Sequence[RegionInfo] = [rows.get(i) or RegionInfo(i) for i in range(REGIONS)]
+        self.regions = self._regions(mapped=False)
         eventfd = IrqFlag.EVENTFD
         counts = {IRQ_MSIX: layout.VECTORS, IRQ_ERR: 1, IRQ_REQ: 1}
         self.irqs: Sequence[IrqInfo] = [
@@ -120,6 +114,19 @@ class Client:
         ]
         for nsid in self.subsystem.by_nsid:
             self.plane.set_namespace(nsid, self.subsystem.backend(nsid))
+
+    def _regions(self, *, mapped: bool) -> Sequence[RegionInfo]:
+        bar0 = RegionInfo(BAR0, BAR0_BYTES, _RW)
+        if mapped:
+            doorbells = Window(layout.DOORBELLS_OFFSET, layout.BAR_BYTES)
+            bar0 = RegionInfo(BAR0, BAR0_BYTES, _RW | RegionFlag.MMAP, (doorbells,), self._fds[1])
+        rows = {
+            BAR0: bar0,
+            MSIX_TABLE_BAR: RegionInfo(MSIX_TABLE_BAR, MSIX_TABLE_BYTES, _RW),
+            MSIX_PBA_BAR: RegionInfo(MSIX_PBA_BAR, MSIX_PBA_BYTES, _RW),
+            CONFIG_REGION: RegionInfo(CONFIG_REGION, CONFIG_BYTES, _RW),
+        }
+        return [rows.get(i) or RegionInfo(i) for i in range(REGIONS)]
 
     def restore(self, version: bytes) -> None:
         """Take over from another worker, with guest memory and vectors in place already; before ``start``."""
@@ -216,6 +223,16 @@ class Client:
                 "reply", raw=reply, fds=self.session.reply_fds, client=self.number, seq=self._seq
             )
             self.plane.attend(layout.ATTENTION_NONE)
+
+    def negotiated(self, *, has_json: bool) -> None:
+        """Choose how doorbells come: see dpu.target.Transport."""
+        transport = self.worker.target.transport
+        assert transport is not None, "a listener needs a transport"
+        mapped = transport.maps_doorbells(has_json=has_json)
+        self.regions = self._regions(mapped=mapped)
+        self.plane.set_mapped(mapped)
+        # What a doorbell page in memory makes needless is not offered beside it.
+        self.controller.shadow_doorbells = not (mapped or transport.disable_shadow_doorbells)
 
     async def region_read(self, region: int, offset: int, count: int) -> bytes:
         if region == CONFIG_REGION:

@@ -110,11 +110,21 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Transport:
-    """``nvmf_create_transport``'s options that mean something here."""
+    """``nvmf_create_transport``'s options that mean something here.
+
+    A client without JSON in its VERSION message (SPDK's initiator) gets its doorbell page to map, one with JSON
+    (QEMU) sends its doorbells as messages or uses shadow doorbells; ``disable_mappable_bar0`` and
+    ``force_mappable_bar0`` (which SPDK does not have) say the same for all.
+    """
 
     disable_mappable_bar0: bool = False
     disable_adaptive_irq: bool = False
     disable_shadow_doorbells: bool = False
+    force_mappable_bar0: bool = False
+
+    def maps_doorbells(self, *, has_json: bool) -> bool:
+        """Whether a client may map its doorbell page."""
+        return self.force_mappable_bar0 or not (has_json or self.disable_mappable_bar0)
 
 
 @dataclass(frozen=True)
@@ -523,6 +533,8 @@ class Target:
                 raise RpcError(INVALID_PARAMS, f"Invalid transport type '{trtype}'")
             if self.transport is not None:
                 raise RpcError(INTERNAL_ERROR, f"Transport type '{TRANSPORT}' already exists")
+            if transport.disable_mappable_bar0 and transport.force_mappable_bar0:
+                raise invalid("disable_mappable_bar0 and force_mappable_bar0 exclude each other")
             with self._change():
                 self.transport = transport
             return True

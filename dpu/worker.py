@@ -9,7 +9,7 @@ The packets are listed in dpu/keeper.py.
 
 Environment (set by the keeper or for measurements): NUMBA_CACHE_DIR; DPU_EMU_STAMPS=0 takes no time stamps on the
 data path, DPU_EMU_COUNTERS=0 counts nothing, DPU_EMU_SPIN=n idle passes before a poller sleeps, DPU_EMU_URING=0
-does file I/O in threads.
+does file I/O in threads, DPU_EMU_NAP_US=n longest nap while a client has mapped its doorbells.
 
 Errors: a fault of ours ends the process; the keeper starts the next one.
 """
@@ -37,7 +37,7 @@ from dpu import forkserver, killpoint, layout
 from dpu.backends import Backend, FileBackend, MemoryBackend
 from dpu.channel import Channel, ConfigStore, Health, Packet
 from dpu.errors import EmuError, VfioUserError
-from dpu.fastpath.poller import SPIN_PASSES, Poller, compile_all, now, tick_rate
+from dpu.fastpath.poller import NAP_US, SPIN_PASSES, Poller, compile_all, now, tick_rate
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
 from dpu.iostat import Row
@@ -55,6 +55,7 @@ FENCE_POLL_S = 0.001
 FENCE_POLLS_SAID = 3000
 _OFD_SETLK = 37  # <fcntl.h>; the fcntl module has it from Python 3.13 on
 CLOSE_POLL_S = 0.002
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def _flag(name: str, default: int) -> int:
@@ -214,7 +215,8 @@ class Worker:
             ring = self._ring(i)
             address = int(words.ctypes.data) + 8 * (Health.FIRST_POLLER + i)
             stamps, spin = bool(_flag("DPU_EMU_STAMPS", 1)), _flag("DPU_EMU_SPIN", SPIN_PASSES)
-            poller = Poller(cpu if cpu >= 0 else None, address, ring, stamps=stamps, spin=spin)
+            nap_us = _flag("DPU_EMU_NAP_US", NAP_US)
+            poller = Poller(cpu if cpu >= 0 else None, address, ring, stamps=stamps, spin=spin, nap_us=nap_us)
             poller.record.counters = _flag("DPU_EMU_COUNTERS", 1)
             poller.record.kill_point = layout.KILL_POINTS.get(killpoint.NAME, 0)
             poller.record.kill_after = killpoint.parse(os.environ.get(killpoint.VARIABLE, ""))[1]
@@ -273,9 +275,10 @@ class Worker:
     def _make_areas(self, number: int) -> tuple[int, int]:
         """The kept areas of a new controller. The second one stashed makes the pair complete."""
         fds = []
-        for key, size in zip(self._keys(number), (layout.STATE_BYTES, layout.BAR_BYTES)):
-            fd = os.memfd_create(key, os.MFD_CLOEXEC)
+        for key, size in zip(self._keys(number), (layout.STATE_BYTES, layout.BAR_FILE_BYTES)):
+            fd = os.memfd_create(key, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)  # a client that maps its doorbells gets the second one
             self.stash(key, fd)
             fds.append(fd)
         return fds[0], fds[1]

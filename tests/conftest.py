@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.daemon import Daemon, Target
+from tests.support.front_ends import TRAPPED, FrontEnd
 from tests.support.nvme_driver import GuestRam, Nvme, SubmissionQueue
 
 
@@ -23,9 +24,17 @@ def socket_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def daemon(socket_dir: Path) -> Iterator[Daemon]:
-    """A bare daemon, one per test module."""
-    with Daemon(socket_dir) as daemon:
+def front_end() -> FrontEnd:
+    """How `connect` connects; modules override it to run with several."""
+    return TRAPPED
+
+
+@pytest.fixture(scope="module")
+def daemon(socket_dir: Path, front_end: FrontEnd) -> Iterator[Daemon]:
+    """A bare daemon, one per test module and front end."""
+    directory = socket_dir / front_end.name
+    directory.mkdir()
+    with Daemon(directory) as daemon:
         yield daemon
 
 
@@ -36,12 +45,12 @@ def target(daemon: Daemon) -> Target:
 
 
 @pytest.fixture
-def connect(daemon: Daemon, target: Target) -> Iterator[Callable[..., Nvme]]:
+def connect(daemon: Daemon, target: Target, front_end: FrontEnd) -> Iterator[Callable[..., Nvme]]:
     """Connects controllers; afterwards their canaries are checked and the daemon must be alive."""
     made: list[Nvme] = []
 
     def connect(path: str = target.path, ram: GuestRam | None = None, **options: Any) -> Nvme:
-        nvme = Nvme(path, ram or GuestRam(), **options)
+        nvme = Nvme(path, ram or GuestRam(), **{**front_end.connect, **options})
         made.append(nvme)
         return nvme
 
@@ -62,9 +71,11 @@ def nvme(connect: Callable[..., Nvme]) -> Nvme:
 
 
 @pytest.fixture(params=["registers", "shadow"])
-def queue(nvme: Nvme, request: pytest.FixtureRequest) -> SubmissionQueue:
+def queue(nvme: Nvme, front_end: FrontEnd, request: pytest.FixtureRequest) -> SubmissionQueue:
     """I/O queue pair 1 of 64 entries; once with doorbell registers, once with shadow doorbells."""
     if request.param == "shadow":
+        if not front_end.shadow:
+            pytest.skip(f"no shadow doorbells with {front_end.name}")
         nvme.enable_shadow_doorbells()
     return nvme.create_queue_pair(1, 64)
 

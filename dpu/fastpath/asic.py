@@ -32,7 +32,7 @@ from dpu.fastpath.atomics import (
     view,
 )
 from dpu.fastpath.jit import KILLABLE, compiled, inlined
-from dpu.fastpath.system import die, differ, fill, io_uring_enter, poll, punch, read, recv, write
+from dpu.fastpath.system import die, differ, fill, io_uring_enter, ppoll, punch, read, recv, write
 from dpu.layout import (
     ATTENTION_NONE,
     ATTENTION_WANTED,
@@ -121,6 +121,8 @@ _BROADCAST = int(BROADCAST_NSID)
 
 _DNR = 1 << 14  # Do Not Retry (Base 4.6.1): the same command would fail again
 SHORT_SLEEP_NS = 100_000
+NAP_NS_MIN = 50_000
+NAP_SPINS = 10  # between naps a poller spins longer: about as long as the shortest nap
 URING_RESERVE = 257  # requests that one command can need: Deallocate of 256 ranges, and one to spare
 _MORE = 1 << 13  # the error log has an entry of it
 _OK = 0
@@ -728,7 +730,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
     if tail == head:
         return 0
     if tail >= sq.entries:
-        if shadowed and local.bad_tail != tail:
+        if (shadowed or c.mapped) and local.bad_tail != tail:
             local.bad_tail = tail
             bad_doorbell(p, c, BAD_DOORBELL_VALUE, 2 * sqid)
         return 0
@@ -739,7 +741,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
     completions = locals_[cqid]
     consumed = load_u32((c.shadow if c.shadow != 0 and cqid != 0 else c.bar) + 8 * cqid + 4)
     if consumed >= cq.entries:
-        if shadowed and completions.bad_head != consumed:
+        if (shadowed or c.mapped) and completions.bad_head != consumed:
             completions.bad_head = consumed
             bad_doorbell(p, c, BAD_DOORBELL_VALUE, 2 * cqid + 1)
         return 0
@@ -1029,25 +1031,34 @@ def set_armed(p: Any, armed: bool) -> None:
 
 
 @compiled
-def sleep(p: Any) -> None:
-    """Wait for a message, a wake-up or an io_uring completion; bounded, so that the heartbeat goes on."""
+def sleep(p: Any, nap_ns: int) -> bool:
+    """Wait for a message, a wake-up or an io_uring completion; bounded, so that the heartbeat goes on.
+
+    Whether it was a nap of at most ``nap_ns``, because doorbells that clients write into memory wake nobody.
+    """
     fds = view(p.pollfds, POLLFDS, POLLFD)
     controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
     fds[0].fd = p.wake_fd
     fds[1].fd = view(p.uring, 1, URING)[0].fd
     count = 2
+    nap = False
     for i in range(p.controller_count):
         c = controllers[i]
         if c.live and c.attention == ATTENTION_NONE:
             fds[count].fd = c.socket
             count += 1
+        if c.live and c.mapped and c.live_count:
+            nap = True
     for i in range(count):
         fds[i].events = _POLLIN
         fds[i].revents = 0
     p.sleeps += 1
-    poll(p.pollfds, count, p.idle_ms)
+    store_u64(p.scratch, 0 if nap else p.idle_ms // 1000)  # struct timespec
+    store_u64(p.scratch + 8, nap_ns if nap else p.idle_ms % 1000 * 1_000_000)
+    ppoll(p.pollfds, count, p.scratch)
     if fds[0].revents:
         read(p.wake_fd, p.scratch, 8)
+    return nap
 
 
 @compiled
@@ -1107,10 +1118,13 @@ def run(address: int) -> None:
     Adaptive polling: ``spin`` idle passes, then the guests are asked to ring, one pass more looks whether
     something came meanwhile, then it sleeps. After a sleep of more than SHORT_SLEEP_NS it does not spin: work does
     not come fast enough for that to be of use.
+
+    With mapped doorbells it naps instead, and each nap in a row is twice as long as the one before, up to
+    ``nap_ns``: what a doorbell waits is bounded by that, and by about the time that there was nothing to do.
     """
     p = view(address, 1, POLLER)[0]
     stop = address + STOP
-    idle, spin = 0, p.spin
+    idle, spin, nap_ns, naps = 0, p.spin, NAP_NS_MIN, False
     while load_u64(stop) == 0:
         p.passes += 1
         store_u64(p.health, p.passes)
@@ -1123,6 +1137,8 @@ def run(address: int) -> None:
             if p.armed:
                 set_armed(p, False)
             idle = 0
+            if naps:
+                spin, nap_ns = p.spin * NAP_SPINS, NAP_NS_MIN
             continue
         idle += 1
         if idle < spin:
@@ -1131,7 +1147,9 @@ def run(address: int) -> None:
             set_armed(p, True)
         else:
             begin = ticks()
-            sleep(p)
-            spin = p.spin if (ticks() - begin) * p.ns_mult >> 20 < SHORT_SLEEP_NS else 0
+            naps = sleep(p, min(nap_ns, p.nap_ns))
+            short = (ticks() - begin) * p.ns_mult >> 20 < SHORT_SLEEP_NS
+            spin = p.spin if short and not naps else 0
+            nap_ns = min(2 * nap_ns, p.nap_ns) if naps else NAP_NS_MIN
             set_armed(p, False)
             idle = 1

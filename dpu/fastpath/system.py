@@ -23,7 +23,7 @@ def _symbol(name: str, arguments: int) -> Any:
 
 
 _write, _read, _recv = _symbol("write", 3), _symbol("read", 3), _symbol("recv", 4)
-_poll, _syscall, _memset = _symbol("poll", 3), _symbol("syscall", 7), _symbol("memset", 3)
+_ppoll, _syscall, _memset = _symbol("ppoll", 4), _symbol("syscall", 7), _symbol("memset", 3)
 _fallocate = _symbol("fallocate", 4)
 _memcmp, _kill = _symbol("memcmp", 3), _symbol("kill", 2)
 
@@ -49,9 +49,9 @@ def recv(fd: int, address: int, count: int, flags: int) -> int:
     return _call("recv", fd, address, count, flags)
 
 
-def poll(address: int, count: int, timeout_ms: int) -> int:
-    """poll(2) on ``count`` pollfd records at ``address``."""
-    return _call("poll", address, count, timeout_ms)
+def ppoll(address: int, count: int, timeout: int) -> int:
+    """ppoll(2) on ``count`` pollfd records at ``address``; ``timeout``: address of a struct timespec."""
+    return _call("ppoll", address, count, timeout, 0)
 
 
 def io_uring_enter(fd: int, submit: int, wait: int, flags: int) -> int:
@@ -96,8 +96,8 @@ if JIT:
     overload(recv)(
         lambda fd, address, count, flags: lambda fd, address, count, flags: _recv(fd, address, count, flags)
     )
-    overload(poll)(
-        lambda address, count, timeout_ms: lambda address, count, timeout_ms: _int(_poll(address, count, timeout_ms))
+    overload(ppoll)(
+        lambda address, count, timeout: lambda address, count, timeout: _int(_ppoll(address, count, timeout, 0))
     )
     overload(io_uring_enter)(
         lambda fd, submit, wait, flags: lambda fd, submit, wait, flags: _syscall(426, fd, submit, wait, flags, 0, 0)

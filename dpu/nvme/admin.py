@@ -140,6 +140,8 @@ async def asynchronous_event_request(controller: Controller, sqe: SubmissionEntr
 
 async def doorbell_buffer_config(controller: Controller, sqe: SubmissionEntry, token: int) -> Completion:
     """Doorbell Buffer Config: PRP1 the shadow doorbells, PRP2 the EventIdx values, one page each."""
+    if not controller.shadow_doorbells:
+        raise CommandError(Status.INVALID_OPCODE, location=0)
     for address, location in ((sqe.prp1, PRP1_LOCATION), (sqe.prp2, PRP2_LOCATION)):
         if address % PAGE_BYTES:
             raise CommandError(Status.INVALID_FIELD, location=location)

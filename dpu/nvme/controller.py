@@ -132,6 +132,7 @@ class Controller:
         self.plane = plane
         self.clock = clock
         self.vectors = vectors
+        self.shadow_doorbells = True  # whether they are offered: chosen with the connection, before its first command
         self.events = AsyncEvents(plane.complete)
         self.errors = ErrorLog()
         self.started_ns = clock.now_ns()

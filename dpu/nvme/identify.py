@@ -92,7 +92,7 @@ def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
             oaes=OAES.encode(NAN=1),
             cntrltype=1,  # I/O controller
             nvmsr=1,  # a storage device
-            oacs=OACS.encode(DBCS=1),
+            oacs=OACS.encode(DBCS=int(controller.shadow_doorbells)),
             acl=3,  # 0's based
             aerl=events.LIMIT - 1,  # 0's based
             frmw=FRMW.encode(FFSRO=1, NOFS=1),

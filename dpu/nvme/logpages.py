@@ -29,6 +29,7 @@ from dpu.nvme.wire import (
     CDW12_LOCATION,
     CDW14_LOCATION,
     NSID_LOCATION,
+    AdminOpcode,
     FirmwareLog,
     SmartLog,
     Status,
@@ -107,6 +108,8 @@ def _changed(controller: Controller, nsid: int) -> bytes:
 
 def _effects(controller: Controller, nsid: int) -> bytes:
     admin = {opcode: row.effects for opcode, row in controller.commands.items()}
+    if not controller.shadow_doorbells:
+        del admin[AdminOpcode.DOORBELL_BUFFER_CONFIG]
     return (_table(admin, 256) + _table(IO_EFFECTS, 256)).ljust(4096, b"\0")
 
 

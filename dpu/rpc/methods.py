@@ -239,6 +239,7 @@ def method_table(target: Target) -> dict[str, Method]:
             (
                 Param("trtype", string, required=True),
                 Param("disable_mappable_bar0", boolean, default=False),
+                Param("force_mappable_bar0", boolean, default=False),
                 Param("disable_adaptive_irq", boolean, default=False),
                 Param("disable_shadow_doorbells", boolean, default=False),
                 _TGT_NAME,

@@ -75,6 +75,9 @@ class IrqInfo:
 class Device(Protocol):
     """What a session serves. A method may raise VfioUserError (or OSError) to fail the request."""
 
+    def negotiated(self, *, has_json: bool) -> None:
+        """VERSION has come, with JSON capabilities (QEMU) or without (SPDK's initiator); before anything else."""
+
     @property
     def regions(self) -> Sequence[RegionInfo]:
         """All regions, in the order of their index."""
@@ -204,6 +207,7 @@ class Session:
             raise VfioUserError(errno.EINVAL, f"major version {version.major}")
         self.capabilities = _capabilities(data) if data else {}
         self.has_json = bool(data)
+        self._device.negotiated(has_json=self.has_json)
         return int(version.minor)
 
     # --- memory ---

@@ -193,7 +193,7 @@ class Rig:
         self._health = np.zeros(8, np.int64)
         self.poller = Poller(None, int(self._health.ctypes.data), NoRing(), spin=0)
         self._fds = [os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for name in ("state", "bar", "ram")]
-        for fd, size in zip(self._fds, (layout.STATE_BYTES, layout.BAR_BYTES)):
+        for fd, size in zip(self._fds, (layout.STATE_BYTES, layout.BAR_FILE_BYTES)):
             os.ftruncate(fd, size)
         self.plane = Plane(self.poller, self._fds[0], self._fds[1], -1, lambda backend: mapping.host)
         pages = case.queues * (case.depth * (case.size // PAGE + 1) // REGIONS + ENTRIES * 80 // PAGE + 8)

@@ -103,7 +103,7 @@ class Rings:
         self.poller = Poller(None, int(self._health.ctypes.data), NoRing(), spin=spin)
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self.fds = [os.memfd_create(name, flags) for name in ("state", "bar", "ram")]
-        for fd, size in zip(self.fds, (layout.STATE_BYTES, layout.BAR_BYTES, 16 * layout.PAGE)):
+        for fd, size in zip(self.fds, (layout.STATE_BYTES, layout.BAR_FILE_BYTES, 16 * layout.PAGE)):
             os.ftruncate(fd, size)
         fcntl.fcntl(self.fds[2], fcntl.F_ADD_SEALS, 2)  # F_SEAL_SHRINK
         self.plane = Plane(self.poller, self.fds[0], self.fds[1], -1, lambda backend: 0)

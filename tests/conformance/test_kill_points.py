@@ -16,6 +16,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,9 +65,9 @@ def running(point: str = "", *, generations: int = 1) -> Iterator[tuple[Daemon, 
 
 
 @contextlib.contextmanager
-def connected(target: Target, **options: object) -> Iterator[Nvme]:
+def connected(target: Target, **options: Any) -> Iterator[Nvme]:
     ram = GuestRam(24 << 20)
-    nvme = Nvme(target.path, ram, vectors=4)
+    nvme = Nvme(target.path, ram, vectors=4, **options)
     try:
         yield nvme
         ram.check_canaries()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support import front_ends
 from tests.support import nvme_driver as nv
 from tests.support.daemon import (
     NS_4K,
@@ -18,10 +19,19 @@ from tests.support.daemon import (
     Daemon,
     Target,
 )
+from tests.support.front_ends import FrontEnd
 from tests.support.nvme_driver import PAGE, Nvme, NvmeError
 from tests.support.vfio_user_client import BAR0
 
 Connect = Callable[..., Nvme]
+
+
+@pytest.fixture(scope="module", params=front_ends.rows())
+def front_end(request: pytest.FixtureRequest) -> FrontEnd:
+    """Every test here runs with every front end."""
+    row: FrontEnd = request.param
+    return row
+
 
 ALL_NAMESPACES = [NS_512, NS_4K, NS_NULL, NS_FILE]
 ERROR_LOG, SMART_LOG, FIRMWARE_LOG, CHANGED_NAMESPACES_LOG, EFFECTS_LOG = 1, 2, 3, 4, 5

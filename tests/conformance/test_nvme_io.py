@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support import front_ends
 from tests.support import nvme_driver as nv
 from tests.support.daemon import (
     MAX_NAMESPACES,
@@ -23,6 +24,7 @@ from tests.support.daemon import (
     STANDARD_BYTES,
     Daemon,
 )
+from tests.support.front_ends import FrontEnd
 from tests.support.nvme_driver import PAGE, Buffer, Nvme, SubmissionQueue
 
 STORING = [NS_512, NS_4K, NS_FILE]
@@ -31,6 +33,13 @@ BLOCKS = {nsid: STANDARD_BYTES // BLOCK[nsid] for nsid in STORING} | {NS_NULL: N
 FILLER = 0x5A
 
 Connect = Callable[..., Nvme]
+
+
+@pytest.fixture(scope="module", params=front_ends.rows())
+def front_end(request: pytest.FixtureRequest) -> FrontEnd:
+    """Every test here runs with every front end."""
+    row: FrontEnd = request.param
+    return row
 
 
 def pattern(seed: int, length: int) -> bytes:

@@ -48,6 +48,9 @@ class FakeDevice:
         self.regions[2] = RegionInfo(2, 8192, flags | wire.RegionFlag.MMAP, (Window(4096, 4096),), bar_fd)
         self.irqs = [IrqInfo(i, 300 if i == 2 else 1, wire.IrqFlag.EVENTFD) for i in range(5)]
 
+    def negotiated(self, *, has_json: bool) -> None:
+        pass
+
     async def region_read(self, region: int, offset: int, count: int) -> bytes:
         if count == BAR_BYTES:
             record(event="read all")

@@ -290,6 +290,8 @@ class Nvme:
     """One controller: connection, registers, admin queue, I/O queues.
 
     `register_bytes` is 4 (QEMU splits 64-bit registers) or 8; `vectors`: how many MSI-X vectors are armed.
+    `capabilities`: None for QEMU's VERSION message, {} for the bare one of SPDK's initiator. A doorbell page that the
+    server lets us map is mapped and used.
     """
 
     def __init__(
@@ -308,6 +310,7 @@ class Nvme:
         self.client.negotiate(capabilities)
         self.client.device_info()
         self.regions = [self.client.region_info(index) for index in range(9)]
+        self.doorbells = self._map_doorbells()
         for window in ram.windows:
             self.client.dma_map(window[0], window[2], ram.fd, offset=window[1])
         available = self.client.irq_info(MSIX_INDEX)[1]
@@ -324,6 +327,15 @@ class Nvme:
         self.stale = 0  # commands given up by a controller reset
 
     # --- PCI and registers
+    def _map_doorbells(self) -> memoryview | None:
+        """The doorbells as words of shared memory, where BAR0 can be mapped (sparse-mmap capability)."""
+        bar0 = self.regions[BAR0]
+        for offset, size in bar0.windows:
+            if offset <= DOORBELLS < offset + size:
+                page = mmap.mmap(bar0.fds[0], size, offset=bar0.offset + offset)
+                return memoryview(page)[DOORBELLS - offset :].cast("I")
+        return None
+
     def _enable_bus_master(self) -> None:
         command = struct.unpack("<H", self.client.region_read(CONFIG_REGION, 4, 2))[0]
         self.client.region_write(CONFIG_REGION, 4, struct.pack("<H", command | 0x406))
@@ -432,8 +444,12 @@ class Nvme:
 
     # --- doorbells
     def doorbell(self, index: int, value: int) -> None:
-        """Write doorbell number `index` (2 y: SQ y tail, 2 y + 1: CQ y head) with a posted 4-byte write."""
+        """Write doorbell number `index` (2 y: SQ y tail, 2 y + 1: CQ y head): mapped, or a posted 4-byte write."""
         self.doorbell_writes += 1
+        if self.doorbells is not None:
+            fence()  # queue entries before the doorbell
+            self.doorbells[index] = value
+            return
         self.client.post_region_write(BAR0, DOORBELLS + 4 * index, value.to_bytes(4, "little"))
 
     def _ring(self, index: int, old: int, new: int) -> None:

@@ -84,7 +84,7 @@ class Kept:
         self.state_fd = os.memfd_create("state", os.MFD_CLOEXEC)
         os.ftruncate(self.state_fd, layout.STATE_BYTES)
         self.bar_fd = os.memfd_create("bar", os.MFD_CLOEXEC)
-        os.ftruncate(self.bar_fd, layout.BAR_BYTES)
+        os.ftruncate(self.bar_fd, layout.BAR_FILE_BYTES)
         self.ram = GuestRam(ram_bytes, second=64 << 10)
         self.guest, self.device = socket.socketpair()
         self.eventfds = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(4)]
@@ -335,7 +335,7 @@ def store_doorbell(kept: Kept, index: int, value: int) -> None:
     if kept.dbbuf and index >= 2:
         kept.ram.view(kept.dbbuf[0] + 4 * index, 4)[:] = struct.pack("<I", value)
     else:
-        os.pwrite(kept.bar_fd, struct.pack("<I", value), 4 * index)
+        os.pwrite(kept.bar_fd, struct.pack("<I", value), layout.DOORBELLS_OFFSET + 4 * index)
 
 
 def post_doorbell(kept: Kept, index: int, value: int, message_id: int = 1) -> None:

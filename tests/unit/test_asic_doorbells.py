@@ -333,7 +333,7 @@ class Interleaving:
             fence()
             self.advance()
 
-        def poll(address: int, count: int, timeout_ms: int) -> int:
+        def ppoll(address: int, count: int, timeout: int) -> int:
             self.advance()  # between the last look and the system call
             flush()
             self.slept = True
@@ -345,7 +345,7 @@ class Interleaving:
                     return 0
                 self.actions.pop(0)()
 
-        patches: dict[str, Any] = {"load_u32": load_u32, "store_u32": store_u32, "fence": full_fence, "poll": poll}
+        patches: dict[str, Any] = {"load_u32": load_u32, "store_u32": store_u32, "fence": full_fence, "ppoll": ppoll}
         with mock.patch.multiple(plain, **patches):
             plain.run(lab.poller.address)
         return not any(at >= self.step for at in self.at)

@@ -357,7 +357,7 @@ def test_a_death_with_requests_under_way_makes_them_again(kept: Kept, ring: Fake
         kept.cqs.clear()
         kept.sqs.clear()
         os.pwrite(kept.state_fd, bytes(layout.BLOB_OFFSET), 0)
-        os.pwrite(kept.bar_fd, bytes(64), 0)
+        os.pwrite(kept.bar_fd, bytes(64), layout.DOORBELLS_OFFSET)
         lab = Lab(kept, PLAIN, ring=ring)
         queue, page = lab.open_pair(1, 8), kept.ram.buffer(PAGE)
         lab.begin()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import select
+import struct
 from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from dpu import layout
+from dpu.fastpath.atomics import store_u64
 from dpu.fastpath.poller import Poller, compile_all, ns_multiplier
 from dpu.fastpath.uring import NoRing
 from tests.support import nvme_driver as nv
-from tests.unit.asic_lab import Kept, Lab
+from tests.unit.asic_lab import PLAIN, Kept, Lab
 
 DEADLINE_S = 60.0
 
@@ -192,3 +196,68 @@ def test_ticks_are_nanoseconds_after_the_multiplier(lab: Lab) -> None:
 def test_description(lab: Lab) -> None:
     described = lab.poller.describe()
     assert described["cpu"] is None and described["io_uring"] == 0 and described["sleeps"] == 0
+
+
+# --- naps: doorbells that a client writes into memory wake nobody
+
+
+def test_mapped_doorbells_are_found_without_a_wake_up(kept: Kept, lab: Lab) -> None:
+    queue = lab.open_pair(1, 8)
+    lab.plane.set_mapped(True)
+    lab.poller.record.idle_ms = 10 * 60_000
+    lab.poller.start()
+    for _ in range(20):
+        queue.submit(nv.FLUSH)
+        queue.ring()
+        assert select.select([kept.eventfds[1]], [], [], DEADLINE_S)[0]
+        kept.interrupts(1)
+        queue.cq.reap()
+
+
+def test_who_traps_its_doorbells_does_not_make_it_nap(kept: Kept, lab: Lab) -> None:
+    """Nor does a controller without queues, whose registers are messages."""
+    lab.poller.record.idle_ms = 10 * 60_000
+
+    async def sleeps_in_ten_graces() -> int:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(lab.poller.control_fd, lab.poller.woken)
+        before = int(lab.poller.record.sleeps)
+        for _ in range(10):
+            await lab.poller.grace()
+            await asyncio.sleep(0.02)
+        loop.remove_reader(lab.poller.control_fd)
+        return int(lab.poller.record.sleeps) - before
+
+    lab.plane.set_mapped(True)
+    lab.poller.start()
+    assert asyncio.run(sleeps_in_ten_graces()) <= 11
+    lab.plane.set_mapped(False)
+    lab.open_pair(1, 8)
+    assert asyncio.run(sleeps_in_ten_graces()) <= 12
+    lab.plane.set_mapped(True)
+    assert asyncio.run(sleeps_in_ten_graces()) > 20
+
+
+def test_naps_grow_to_their_bound_and_begin_anew_after_work(kept: Kept) -> None:
+    """Spinning, then sleeps of 50 us, twice as long each time; the plain engine, so that no time passes."""
+    with Lab(kept, PLAIN) as lab:
+        queue = lab.open_pair(1, 8)
+        lab.begin()
+        lab.plane.set_mapped(True)
+        lab.poller.record.nap_ns = 300_000
+        naps: list[int] = []
+
+        def ppoll(address: int, count: int, timeout: int) -> int:
+            seconds, nanoseconds = struct.unpack("<qq", ctypes.string_at(int(timeout), 16))
+            naps.append(seconds * 1_000_000_000 + nanoseconds)
+            if len(naps) == 5:
+                queue.submit(nv.FLUSH)
+                queue.ring()
+            elif len(naps) == 8:
+                store_u64(lab.poller.address + layout.STOP, 1)
+            return 0
+
+        with mock.patch.multiple(PLAIN, ppoll=ppoll):
+            PLAIN.run(lab.poller.address)
+        assert naps == [50_000, 100_000, 200_000, 300_000, 300_000, 50_000, 100_000, 200_000]
+        assert len(queue.cq.reap()) == 1

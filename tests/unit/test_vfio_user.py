@@ -73,6 +73,9 @@ class Recorder:
         if self.failure:
             raise self.failure
 
+    def negotiated(self, *, has_json: bool) -> None:
+        self.has_json = has_json
+
     async def region_read(self, region: int, offset: int, count: int) -> bytes:
         self.call("read", region, offset, count)
         return bytes((offset + i) & 0xFF for i in range(count))
