@@ -30,6 +30,7 @@ from net.wiring import Wiring
 FRAMES = 512
 _FRAME_BYTES = 1 << 14
 _BLOCK_BYTES = 1 << 16
+_SO_SNDBUFFORCE, _SEND_BYTES = 32, 1 << 26
 _SOL_PACKET, _RX_RING, _STATISTICS, _VERSION = 263, 5, 6, 10
 _TPACKET_V2, _STATUS_USER = 1, 1
 _HEADER = struct.Struct("=IIIHHII")
@@ -58,6 +59,8 @@ class Tap:
         with wiring.namespace(port.node.name).entered():
             self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         try:
+            # A whole switch in eBPF does not part frames from their sender: what waits in any queue counts as unsent.
+            self.socket.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _SEND_BYTES)
             if mark:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
             if receives:

@@ -1,7 +1,7 @@
 """bpf(2): maps and programs, by ctypes.
 
 Use: ``ports = Map.array(PortRecord, 24)``; ``ports[3].down = 1`` (shared memory, no system call);
-``program = load(p.compile(), "queue")``; ``test_run(program, frame)``; descriptors close with their objects.
+``program = load(p.compile(), "queue")``; ``run_once(program, frame)``; descriptors close with their objects.
 Errors: NetError when the kernel refuses; a program that the verifier refuses is our mistake and shows its log.
 Limits: x86-64 (the system call's number); records of a map in shared memory are multiples of 8 bytes.
 Source: Linux include/uapi/linux/bpf.h, Documentation/bpf/ringbuf.rst.
@@ -191,7 +191,7 @@ def load(code: bytes, name: str) -> int:
         raise NetError(f"the kernel refuses the BPF program {name}: {error.strerror}", end) from error
 
 
-def test_run(program: int, frame: bytes, room_bytes: int = 9300) -> tuple[int, bytes]:
+def run_once(program: int, frame: bytes, room_bytes: int = 9300) -> tuple[int, bytes]:
     """Runs a program once on ``frame``: its result and the frame as it left it (BPF_PROG_TEST_RUN)."""
     data, out = ctypes.create_string_buffer(frame, len(frame)), ctypes.create_string_buffer(room_bytes)
     attribute = struct.pack(

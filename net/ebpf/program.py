@@ -34,7 +34,9 @@ from net.errors import NetError
 CPU = "v3"
 """Instruction set with compare-and-exchange: Linux 5.12."""
 
-_PSEUDO_MAP_FD = 1
+PSEUDO_MAP_FD = 1
+"""What the source register of a 64-bit load says where its value is a map's descriptor."""
+
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
@@ -208,7 +210,7 @@ class Program:
 
     def map(self, fd: int) -> Any:
         """A map, as helpers take it."""
-        number = self._b.call(self._pseudo, [self.value(_PSEUDO_MAP_FD), self.value(fd)])
+        number = self._b.call(self._pseudo, [self.value(PSEUDO_MAP_FD), self.value(fd)])
         return self._b.inttoptr(number, _BYTE_POINTER)
 
     def lookup(self, fd: int, key: Any) -> Any:

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from dataclasses import dataclass
+import functools
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from net.ebpf.program import Helper, Program, SkBuff
+from net.ebpf.program import PSEUDO_MAP_FD, Helper, Program, SkBuff
 from net.switch.model import Cause
 from net.switch.ports import ALWAYS, PROBABILITIES, RATE_SHIFT, Fault, cause_offset, fault_offset, offset
 
@@ -41,6 +44,8 @@ _IPV6_PORT_UDP, _NEXT_IPV6, _NEXT_UDP = 4791, 41, 17
 _HEADER_BYTES = 54
 _PAD = 2  # Ethernet's 14 bytes stand at 2, so IPv6 is aligned at 16
 _IP = 16
+_STAND_IN = 0x7E000000
+_LOAD_64 = 0x18
 _ADVANCE_TRIES = 4  # another CPU on the same port at the same time is rare, three of them do not happen
 
 
@@ -73,6 +78,23 @@ class Maps:
     first_ifindex: int
     block: int
     mrc_port: int = _IPV6_PORT_UDP
+
+
+def code(build: Callable[[Maps], bytes], maps: Maps) -> bytes:
+    """The program of ``build`` for these maps; compiled once per process: maps differ in their descriptors only."""
+    names = ("ports", "matches", "ring", "fib", "flows")
+    stand_ins = {name: _STAND_IN + number for number, name in enumerate(names)}
+    instructions = bytearray(_compiled(build, replace(maps, **stand_ins)))
+    for place in range(0, len(instructions), 8):
+        operation, registers, _, value = struct.unpack_from("=BBhi", instructions, place)
+        if operation == _LOAD_64 and registers >> 4 == PSEUDO_MAP_FD:
+            struct.pack_into("=i", instructions, place + 4, getattr(maps, names[value - _STAND_IN]))
+    return bytes(instructions)
+
+
+@functools.cache
+def _compiled(build: Callable[[Maps], bytes], maps: Maps) -> bytes:
+    return build(maps)
 
 
 def queue(maps: Maps) -> bytes:

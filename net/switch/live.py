@@ -44,7 +44,7 @@ Callback = Callable[[Packet], Packet | Sequence[Packet] | None]
 _RING_BYTES = 1 << 22
 _FLOWS = 1 << 14
 _ETHERNET_BYTES = 14
-_BURST_S = 0.001
+_BURST_S = 0.0002
 _CLASSES = (programs.PRIORITY_CLASS, programs.DATA_CLASS)
 
 
@@ -176,7 +176,7 @@ class LivePorts:
                 self._fill(own[0].node, node_numbers[name])
 
     def _load(self, build: Callable[[programs.Maps], bytes], maps: programs.Maps) -> int:
-        fd = load(build(maps), build.__name__)
+        fd = load(programs.code(build, maps), build.__name__)
         self._loaded.append(fd)
         return fd
 
@@ -193,7 +193,7 @@ class LivePorts:
         )
 
     def _shape(self, wish: Callable[[int, int, tuple[int, int], int, int], None], port: Port, rate_bps: int) -> None:
-        burst = max(2 * MTU_BYTES, int(rate_bps / 8 * _BURST_S))
+        burst = max(MTU_BYTES + _ETHERNET_BYTES, int(rate_bps / 8 * _BURST_S))
         wish(self.wiring.ifindex(port), programs.HTB_MAJOR, _CLASSES, rate_bps, burst)
 
     def _fill(self, node: Node, number: int) -> None:

@@ -1,6 +1,9 @@
-"""Frames that tests send: MRC writes along a path, made by net.mrc.frame."""
+"""Frames that tests send: MRC writes along a path, made by net.mrc.frame; and waiting for counters."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
 
 from net.fabric import Fabric
 from net.mrc.frame import DSCP, ECN_ECT, Frame, encode_frame, message
@@ -44,3 +47,16 @@ def first_link(fabric: Fabric, path: Path) -> str:
 def last_link(fabric: Fabric, path: Path) -> str:
     """The link that a path ends with."""
     return fabric.topology.host_link(path.plane, path.dst).name
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = 20) -> None:
+    """Looks again and again: counters in shared memory announce nothing."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.002)
+
+
+def settle(fabric: Fabric, link: str, by: str, packets: int) -> None:
+    """Until so many packets have been offered to a port."""
+    until(lambda: sum(fabric.counters(link, by).packets.values()) >= packets, f"{packets} packets at {link} by {by}")
