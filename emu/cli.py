@@ -41,6 +41,17 @@ examples:
 
 """
 
+_COMPARE_EXAMPLES = """\
+examples:
+  emu compare my.toml new.toml --pairs 12
+  emu compare my.toml --set workload.0.iodepth=64
+  emu compare my.toml --env DPU_EMU_STAMPS=0         what a switch is worth
+  emu compare out/last-week out/today                reports that were saved
+  emu compare my.toml --aa --trials 20               how often it cries wolf here
+
+here: 0 no difference, 1 NEW is worse in something, 4 it differs and is worse in nothing (--aa: 0 none, 1 some)
+"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
@@ -127,6 +138,24 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--offline", action="store_true", help="do not ask the network")
     doctor.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
 
+    compare = add("compare", _compare, "Whether NEW differs from BASE: paired runs, exact tests.", _COMPARE_EXAMPLES)
+    compare.add_argument(
+        "base", metavar="BASE", help="a scenario as for run; or a folder or report.json of earlier runs"
+    )
+    compare.add_argument("new", nargs="?", metavar="NEW", help="the same; default: BASE with --set and --env")
+    compare.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of NEW")
+    compare.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of NEW's daemons"
+    )
+    compare.add_argument("--pairs", type=int, default=12, help="runs of each side; default: 12")
+    compare.add_argument("--seed", type=int, default=0, help="of the order; default: 0")
+    compare.add_argument("--aa", action="store_true", help="BASE against itself: the rate of false positives")
+    compare.add_argument("--trials", type=int, default=1, help="repeat the whole comparison; default: 1")
+    compare.add_argument("--out", type=Path, metavar="DIR", help="default: out/compare-TIME")
+    compare.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: auto")
+    compare.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
+    compare.add_argument("--cold", action="store_true", help="boot; do not restore a template snapshot")
+
     metrics = add("metrics", _metrics, "A DPU's I/O counters for Prometheus, as OpenMetrics text.")
     metrics.add_argument("socket", nargs="+", metavar="[NAME=]SOCKET", help="a JSON-RPC socket; NAME is its label")
     metrics.add_argument("--listen", metavar="[HOST:]PORT", help="serve http://HOST:PORT/metrics; else print once")
@@ -200,18 +229,18 @@ def _scenario_to_run(arguments: argparse.Namespace) -> Any:
     return _load(arguments.scenario)
 
 
-def _load(name: str) -> Any:
-    """The scenario in the file ``name``, or the packaged one of that name."""
+def _load(name: str, changes: Sequence[str] = ()) -> Any:
+    """The scenario in the file ``name``, or the packaged one of that name; ``changes`` as :func:`load` has them."""
     from emu.scenario import load
 
     packaged = {file.name: file for file in (resources.files("emu") / "scenarios").iterdir()}
     if not Path(name).exists():
         if f"{name}.toml" in packaged:
             with resources.as_file(packaged[f"{name}.toml"]) as path:
-                return load(path)
+                return load(path, changes)
         known = ", ".join(sorted(file.removesuffix(".toml") for file in packaged if file.endswith(".toml")))
         raise _usage(f"there is no scenario {name}", f"give the path of a file, or a packaged one: {known}")
-    return load(Path(name))
+    return load(Path(name), changes)
 
 
 def scenario_of_options(nvme: Sequence[str], workloads: Sequence[str]) -> Any:
@@ -316,6 +345,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     code = doctor(arguments.json, offline=arguments.offline, qemu_option=arguments.qemu)
     return OK if code == 0 else ENVIRONMENT
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from emu.compare.command import OptionError, compare
+    from emu.progress import make
+
+    progress = make()
+    console = None if arguments.json else Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
+    try:
+        document, code = compare(arguments, _load, progress, console)
+    except OptionError as error:
+        raise _usage(error.message, error.hint) from error
+    finally:
+        progress.close()
+    if arguments.json:
+        _print_json(document)
+    return code
 
 
 def _metrics(arguments: argparse.Namespace) -> int:

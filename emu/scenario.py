@@ -34,7 +34,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -195,18 +195,21 @@ def split_device(device: str) -> tuple[str, str]:
     return dpu, controller
 
 
-def load(path: Path) -> Scenario:
-    """The scenario in the file ``path``; paths in it are relative to its folder."""
+def load(path: Path, changes: Sequence[str] = ()) -> Scenario:
+    """The scenario in the file ``path``; paths in it are relative to its folder.
+
+    ``changes``: values that take the place of the file's, as KEY=VALUE, such as "workload.0.iodepth=64".
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ScenarioError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except UnicodeDecodeError as error:
         raise ScenarioError([Problem(f"{path}:1", "the file is not UTF-8 text")]) from error
-    return parse(text, str(path), path.parent)
+    return parse(text, str(path), path.parent, changes)
 
 
-def parse(text: str, file: str, folder: Path) -> Scenario:
+def parse(text: str, file: str, folder: Path, changes: Sequence[str] = ()) -> Scenario:
     """The scenario in ``text``, which came from ``file`` (for messages)."""
     try:
         document = tomllib.loads(text)
@@ -216,7 +219,32 @@ def parse(text: str, file: str, folder: Path) -> Scenario:
         message = str(error)[: position.start()] if position else str(error)
         raise ScenarioError([Problem(f"{file}:{line}", message)]) from error
     lines = key_lines(text)
-    return check(document, Path(file).stem, folder, lambda path: f"{file}:{line_of(lines, path)}")
+    changed = {_change(document, change): change for change in changes}
+
+    def where(path: KeyPath) -> str:
+        own = next((change for key, change in changed.items() if path[: len(key)] == key), "")
+        return f"--set {own}" if own else f"{file}:{line_of(lines, path)}"
+
+    return check(document, Path(file).stem, folder, where)
+
+
+def _change(document: dict[str, Any], change: str) -> KeyPath:
+    """Carries out one change, KEY=VALUE with a value as in TOML, a text without quotes too; the key's path."""
+    key, equals, text = change.partition("=")
+    path: KeyPath = tuple(int(step) if step.isdigit() else step for step in key.strip().split("."))
+    place: Any = document
+    try:
+        if not equals:
+            raise ValueError
+        for step in path[:-1]:
+            place = place.setdefault(step, {}) if isinstance(place, dict) else place[step]
+        try:
+            place[path[-1]] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            place[path[-1]] = text
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ScenarioError([Problem(f"--set {change}", "is not KEY=VALUE for a key of this scenario")]) from error
+    return path
 
 
 def check(document: Mapping[str, Any], name: str, folder: Path, where: Any) -> Scenario:
