@@ -38,8 +38,9 @@ from net.probe import missing
 from net.srv6 import Plan
 from net.switch.live import Callback, Flow, LivePorts
 from net.switch.model import Cause
-from net.switch.ports import Fault
+from net.switch.ports import Fault, PortRecord
 from net.switch.settings import FabricSettings
+from net.switch.software import SoftPort, SoftPorts
 from net.topology import Link, Node, Port, Tier, Topology
 from net.wire_tap import LinkSocket, Tap
 from net.wiring import Wiring
@@ -69,8 +70,11 @@ class Fabric:
         try:
             self.wiring = Wiring(self.plan, forwards=self.settings.engine == "kernel")
             self._open.append(self.wiring)
-            self._live = LivePorts(self.wiring, self.settings, self.wiring.ports)
+            soft = {port for port in self.wiring.ports if self.settings.engine == "scapy" and not _is_host(port)}
+            self._live = LivePorts(self.wiring, self.settings, self.wiring.ports.keys() - soft)
             self._open.append(self._live)
+            self._soft = SoftPorts(self.wiring, self.settings, soft)
+            self._open.append(self._soft)
         except NetError as error:
             self.close()
             if lacking := missing():
@@ -124,11 +128,17 @@ class Fabric:
                 return number
         raise NetError(f"there is no host {name}", f"hosts are h0 to h{self.topology.hosts - 1}")
 
+    def _engine(self, port: Port) -> LivePorts | SoftPorts:
+        return self._soft if self.settings.engine == "scapy" and not _is_host(port) else self._live
+
+    def _record(self, port: Port) -> PortRecord | SoftPort:
+        return self._engine(port).record(port)
+
     # What happens on links.
 
     def counters(self, link: str, by: str | None = None) -> Counters:
         """What ``by`` (None: the lower end) has sent into ``link``."""
-        record = self._live.record(self.port(link, by))
+        record = self._record(self.port(link, by))
         return Counters(
             record.sent_packets,
             record.sent_bytes,
@@ -159,7 +169,7 @@ class Fabric:
         shares = {"loss": loss, "corrupt": corrupt, "duplicate": duplicate, "reorder": reorder}
         found = self.link(link)
         for port in self._ports(link, by):
-            record = self._live.record(port)
+            record = self._record(port)
             for name, share in shares.items():
                 if share is not None:
                     record.share(name, share)
@@ -170,21 +180,22 @@ class Fabric:
 
     def blackhole(self, switch: str, on: bool = True) -> None:
         """A switch that stays up and forwards nothing, or does so again."""
-        ports = [port for port in self.wiring.ports if port.node.name == switch and port.node.tier is not Tier.HOST]
+        ports = [port for port in self.wiring.ports if port.node.name == switch and not _is_host(port)]
         if not ports:
             raise NetError(f"there is no switch {switch}", "switches are named like p0-t0-0 and p0-t1-0")
         for port in ports:
-            self._live.record(port).down = int(on)
+            self._record(port).down = int(on)
 
     def set_rate(self, link: str, rate_bps: int, by: str | None = None) -> None:
         """Another line rate, bits per second; thresholds keep their bytes."""
         for port in self._ports(link, by):
-            self._live.set_rate(port, replace(self._live.config(port), rate_bps=rate_bps))
+            engine = self._engine(port)
+            engine.set_rate(port, replace(engine.config(port), rate_bps=rate_bps))
 
     def heal(self) -> None:
         """Ends every fault; rates stay."""
         for link in self.wiring.links.values():
-            down = any(self._live.record(port).down for port in (link.lower, link.upper))
+            down = any(self._record(port).down for port in (link.lower, link.upper))
             self.fault(link.name, down=False if down else None, loss=0, corrupt=0, duplicate=0, reorder=0)
 
     # Scapy.
@@ -263,11 +274,13 @@ class Fabric:
 
     def lift(self, link: str, match: Mapping[str, int | bytes], callback: Callback, by: str | None = None) -> None:
         """``callback`` decides about what ``by`` sends into ``link`` and ``match`` (see net.match) accepts."""
-        self._live.lift(self.port(link, by), Match(match), callback)
+        port = self.port(link, by)
+        self._engine(port).lift(port, Match(match), callback)
 
     def unlift(self, link: str, by: str | None = None) -> None:
         """No more; raises what the callback has raised."""
-        self._live.unlift(self.port(link, by))
+        port = self.port(link, by)
+        self._engine(port).unlift(port)
 
     def capture(self, link: str, path: Path) -> Capture:
         """Writes what passes ``link`` to a pcap file, until it is closed or the fabric goes down."""
@@ -298,3 +311,7 @@ class Fabric:
         if found is None:
             raise NetError(f"there is no node {node}", "see `emu fabric show`")
         return self.wiring.node_ports(Node(*found))
+
+
+def _is_host(port: Port) -> bool:
+    return port.node.tier is Tier.HOST

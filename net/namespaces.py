@@ -35,6 +35,7 @@ _SYSCTLS = {
     "default/addr_gen_mode": "1",  # no link-local address, so no neighbour and multicast chatter on the wires
     "default/router_solicitations": "0",
 }
+_NO_IPV6 = {"all/disable_ipv6": "1", "default/disable_ipv6": "1"}
 
 
 def _check(result: int, what: str) -> None:
@@ -47,7 +48,8 @@ def _check(result: int, what: str) -> None:
 class Namespace:
     """One node's network. ``fd`` is its descriptor; ``netlink`` its socket; ``name`` for messages."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, ipv6: bool = True) -> None:
+        """``ipv6``: whether the kernel has any business with the frames that come."""
         self.name = name
         self.fd = -1
         home = os.open(_SELF, os.O_RDONLY | os.O_CLOEXEC)
@@ -55,7 +57,7 @@ class Namespace:
             _check(_libc.unshare(_CLONE_NEWNET), "make a network namespace")
             try:
                 self.fd = os.open(_SELF, os.O_RDONLY | os.O_CLOEXEC)
-                for key, value in _SYSCTLS.items():
+                for key, value in (_SYSCTLS if ipv6 else _NO_IPV6).items():
                     Path("/proc/sys/net/ipv6/conf", key).write_text(value)
                 self.netlink = Netlink()
             finally:

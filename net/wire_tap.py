@@ -5,12 +5,13 @@ frames are taken from a ring (PACKET_MMAP), into which the kernel copies them wh
 
 Use: ``tap = Tap(wiring, port)``; ``tap.send(frame)``; ``for frame in tap.frames(timeout_s=1): frame.data``.
 ``LinkSocket(tap)`` is the same for Scapy: sniff(opened_socket=...), automata, sr.
-Limits: FRAMES frames wait; more are lost, and ``count_lost`` tells how many. A tap does not see what it sends itself.
+Limits: ``frames`` wait; more are lost, and ``count_lost`` tells how many. A tap does not see what it sends itself.
 Errors: NetError. Source: Linux Documentation/networking/packet_mmap.rst (TPACKET_V2), packet(7).
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import select
 import socket
@@ -48,14 +49,20 @@ class TapFrame(NamedTuple):
 
 
 class Tap:
-    """On one port: sees both directions of its link; sends as the port's node. ``mark``: of what it sends."""
+    """On one port: sees both directions of its link; sends as the port's node.
 
-    def __init__(self, wiring: Wiring, port: Port, *, receives: bool = True, mark: int = 0) -> None:
+    frames: how many may wait. mark: skb->mark of what it sends.
+    """
+
+    def __init__(
+        self, wiring: Wiring, port: Port, *, receives: bool = True, frames: int = FRAMES, mark: int = 0
+    ) -> None:
         self.port = port
         self._lost = 0
         self._peer = wiring.peer(port)
         self._ring: mmap.mmap | None = None
         self._next = 0
+        self._frames = frames
         with wiring.namespace(port.node.name).entered():
             self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         try:
@@ -65,10 +72,10 @@ class Tap:
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_MARK, mark)
             if receives:
                 self.socket.setsockopt(_SOL_PACKET, _VERSION, _TPACKET_V2)
-                blocks = FRAMES * _FRAME_BYTES // _BLOCK_BYTES
-                request = struct.pack("=4I", _BLOCK_BYTES, blocks, _FRAME_BYTES, FRAMES)
+                blocks = frames * _FRAME_BYTES // _BLOCK_BYTES
+                request = struct.pack("=4I", _BLOCK_BYTES, blocks, _FRAME_BYTES, frames)
                 self.socket.setsockopt(_SOL_PACKET, _RX_RING, request)
-                self._ring = mmap.mmap(self.socket.fileno(), FRAMES * _FRAME_BYTES)
+                self._ring = mmap.mmap(self.socket.fileno(), frames * _FRAME_BYTES)
             self.socket.bind((wiring.interface(port), _ETH_P_ALL if receives else 0))
         except BaseException:
             self.close()
@@ -80,7 +87,12 @@ class Tap:
     def send(self, frame: bytes) -> None:
         """Puts a frame where the port's node would send it: into the port's queue."""
         try:
-            self.socket.send(frame)
+            try:
+                self.socket.send(frame)
+            except OSError as error:
+                if error.errno != errno.ENETDOWN:
+                    raise
+                self.socket.send(frame)  # an interface that was down meanwhile has left its error behind
         except OSError as error:
             raise NetError(
                 f"{self.port.node.name} cannot send a frame of {len(frame)} bytes: {error.strerror}"
@@ -97,7 +109,7 @@ class Tap:
         kind = ring[start + _LINK_LAYER_OFFSET + _PACKET_TYPE_OFFSET]
         data = ring[start + mac : start + mac + captured]
         struct.pack_into("=I", ring, start, 0)
-        self._next = (self._next + 1) % FRAMES
+        self._next = (self._next + 1) % self._frames
         sender = self.port if kind == _OUTGOING else self._peer
         return TapFrame(data, seconds * NS_PER_S + nanoseconds, sender)
 

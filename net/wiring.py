@@ -101,8 +101,8 @@ class Wiring:
         node = link.upper.node
         netlink = self.nodes[node.name].netlink
         netlink.set_up(self.ifindex(link.upper), up)
-        if up:
-            self._port(netlink, link.upper)
+        if up and self._forwards:
+            self._neighbour(netlink, link.upper)
             self._routes(netlink, node, only=link.upper.number)
         netlink.flush()
 
@@ -110,7 +110,7 @@ class Wiring:
 
     def _build(self) -> None:
         for node in self.fabric.nodes():
-            self.nodes[node.name] = Namespace(node.name)
+            self.nodes[node.name] = Namespace(node.name, ipv6=self._uses_ipv6(node))
         # From where none of these indices is in use: the kernel looks there first, and would change what it finds.
         with contextlib.closing(Namespace("cables")) as cables:
             for link in self.links.values():
@@ -128,7 +128,8 @@ class Wiring:
             netlink.set_up(_LOOPBACK)
             for port in by_node[node]:
                 netlink.set_up(self.ifindex(port))
-                self._port(netlink, port)
+                if self._uses_ipv6(node):
+                    self._neighbour(netlink, port)
             if node.tier is Tier.HOST:
                 self._host(netlink, node)
             elif self._forwards:
@@ -138,7 +139,10 @@ class Wiring:
                 for port in by_node[node]:
                     self.nodes[node.name].whole_checksums(self.interface(port))
 
-    def _port(self, netlink: Netlink, port: Port) -> None:
+    def _uses_ipv6(self, node: Node) -> bool:
+        return self._forwards or node.tier is Tier.HOST
+
+    def _neighbour(self, netlink: Netlink, port: Port) -> None:
         netlink.neighbour(self.ifindex(port), NEIGHBOUR, self.mac(self.peer(port)))
 
     def _routes(self, netlink: Netlink, node: Node, only: int | None = None) -> None:

@@ -99,10 +99,7 @@ class PortRecord(ctypes.LittleEndianStructure):
 
     def share(self, fault: str, value: float) -> None:
         """Sets the share of packets, 0 to 1, that meet ``fault``."""
-        if fault not in PROBABILITIES:
-            raise NetError(f'there is no random fault "{fault}"', f"take one of: {', '.join(PROBABILITIES)}")
-        if not 0 <= value <= 1:
-            raise NetError(f"{fault} is {value}", "give a share of packets, 0 to 1")
+        check_share(fault, value)
         setattr(self, fault, round(value * ALWAYS))
 
     def packets(self, cause: Cause) -> int:
@@ -116,6 +113,14 @@ class PortRecord(ctypes.LittleEndianStructure):
     def faults(self, fault: Fault) -> int:
         """Packets that met a fault."""
         return int(self.fault_packets[FAULTS.index(fault)])
+
+
+def check_share(fault: str, value: float) -> None:
+    """NetError unless there is such a fault and ``value`` is a share of packets."""
+    if fault not in PROBABILITIES:
+        raise NetError(f'there is no random fault "{fault}"', f"take one of: {', '.join(PROBABILITIES)}")
+    if not 0 <= value <= 1:
+        raise NetError(f"{fault} is {value}", "give a share of packets, 0 to 1")
 
 
 def offset(name: str) -> int:

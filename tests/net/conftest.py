@@ -8,7 +8,7 @@ import pytest
 
 from net.fabric import Fabric
 from net.probe import missing
-from net.switch.settings import FabricSettings
+from net.switch.settings import ENGINES, FabricSettings
 from net.topology import Topology
 
 SMALL = Topology(planes=2, t0_per_plane=2, t1_per_plane=2, hosts_per_t0=2, host_rate_bps=10**9, uplink_rate_bps=10**9)
@@ -21,7 +21,7 @@ def live() -> None:
         pytest.skip("no live fabric here: " + "; ".join(lacking))
 
 
-@pytest.fixture(scope="module", params=["kernel", "ebpf"])
+@pytest.fixture(scope="module", params=ENGINES)
 def fabric(live: None, request: pytest.FixtureRequest) -> Iterator[Fabric]:
     """A small fabric of each engine, whole again after each module."""
     with Fabric(SMALL, FabricSettings(engine=request.param)) as one:

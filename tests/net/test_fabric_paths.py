@@ -92,7 +92,7 @@ def test_ordinary_programs_reach_each_other(fabric: Fabric) -> None:
                 [
                     sys.executable,
                     "-c",
-                    "import socket, sys; s = socket.create_connection(sys.argv[1:]); s.sendall(b'x' * 10**6)",
+                    "import socket, sys; s = socket.create_connection(sys.argv[1:]); s.sendall(b'x' * 10**5)",
                     fabric.address("h3", plane),
                     str(port),
                 ],
@@ -103,7 +103,7 @@ def test_ordinary_programs_reach_each_other(fabric: Fabric) -> None:
                     received = 0
                     while data := connection.recv(1 << 16):
                         received += len(data)
-            assert (received, peer, client.returncode) == (10**6, fabric.address("h0", plane), 0)
+            assert (received, peer, client.returncode) == (10**5, fabric.address("h0", plane), 0)
 
 
 def test_two_fabrics_do_not_meet(live: None) -> None:
