@@ -1,8 +1,10 @@
 """``dpud``: the card's daemon. It starts bare and is configured over JSON-RPC at its socket.
 
-Use: ``dpud -r /run/dpu.sock -m [0-1]``. It stays in the foreground and logs to stderr; "dpud: ready" says
-that RPCs are answered. SIGTERM or SIGINT ends it and removes its sockets.
-Exit codes: 0 after a clean stop, 1 when it cannot start or no worker comes up, 2 for wrong options.
+Use: ``dpud -r /run/dpu.sock -m [0-1]``; ``-c FILE`` begins with a saved configuration. It stays in the foreground
+and logs to stderr; "dpud: ready" says that RPCs are answered and that the file has been loaded. SIGTERM or SIGINT
+ends it and removes its sockets.
+Exit codes: 0 after a clean stop, 1 when it cannot start, no worker comes up or the file is wrong, 2 for wrong
+options.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import NoReturn
 from dpu import jitcache
 from dpu.errors import EmuError
 from dpu.keeper import Keeper
+from dpu.startup import first_config, read_calls
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "dpu.worker")
 """-P: a directory "dpu" where the daemon is started is not ours."""
@@ -76,6 +79,10 @@ def parser() -> argparse.ArgumentParser:
         dest="cpus",
         metavar="CPUS",
         help="one poller bound to each CPU: 0x3 or [0,2-3] (default: one, not bound)",
+    )
+    options.add_argument("-c", "--config", metavar="FILE", help="begin with what spdk-rpc save_config has written")
+    options.add_argument(
+        "--wait-for-rpc", action="store_true", help="take configuration only after the RPC framework_start_init"
     )
     options.add_argument(
         "--watchdog",
@@ -137,6 +144,9 @@ def serve(arguments: argparse.Namespace) -> None:
     allowed = sorted(os.sched_getaffinity(0))
     # Without -m one poller that the scheduler places: bound to a CPU that a guest's vCPU uses too, it would starve.
     cpus = parse_cpus(arguments.cpus, allowed) if arguments.cpus else []
+    if arguments.config and arguments.wait_for_rpc:
+        raise UsageError("-c needs the state that --wait-for-rpc puts off", "give one of them")
+    config = first_config(read_calls(arguments.config) if arguments.config else [], wait=arguments.wait_for_rpc)
     ready_fd: int | None = arguments.ready_fd
     if ready_fd is not None:
         try:
@@ -157,6 +167,7 @@ def serve(arguments: argparse.Namespace) -> None:
             standby=not arguments.no_standby,
             crash_limit=arguments.crash_limit,
             on_ready=_on_ready(ready_fd),
+            config=config,
         ).run()
     finally:
         if temporary:

@@ -106,6 +106,7 @@ class Keeper:
     :param standby: keep a second worker ready
     :param crash_limit: quick deaths in a row until the keeper gives up on workers; 0: never
     :param on_ready: called once, when the first worker is up
+    :param config: what the first worker finds as the stored configuration (see dpu/startup.py)
     :raises EmuError: the RPC socket cannot be made
     """
 
@@ -120,6 +121,7 @@ class Keeper:
         standby: bool = True,
         crash_limit: int = 5,
         on_ready: Callable[[], None] = lambda: None,
+        config: bytes = b"",
     ) -> None:
         self._command = list(command)
         self._cpus = list(cpus)
@@ -142,6 +144,7 @@ class Keeper:
         self._death: tuple[int, str, float] | None = None
         self.broken = False
         self._stopping = False
+        self._failure = ""
 
         self._clients: dict[int, Client] = {}
         self._next_client = 1
@@ -155,6 +158,8 @@ class Keeper:
                 "end the other dpud or name another socket with -r",
             ) from error
         self._config = ConfigStore.create()
+        if config:
+            ConfigStore(self._config).commit(config)
         # Closed for a moment when descriptors run out, so that a connection can be taken and refused.
         self._spare_fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -163,7 +168,7 @@ class Keeper:
     def run(self) -> None:
         """Serve until asked to stop.
 
-        :raises EmuError: no worker ever came up
+        :raises EmuError: no worker ever came up, or one cannot do what it was started for
         """
         try:
             with self._signals():
@@ -171,6 +176,8 @@ class Keeper:
                     self._turn()
         finally:
             self._shutdown()
+        if self._failure:
+            raise EmuError(self._failure, "mend the file given with -c; the lines above say more")
 
     def stop(self) -> None:
         """Leave ``run`` after the current turn."""
@@ -537,7 +544,11 @@ class Keeper:
         if client is not None:
             self._remove(client)
 
-    def _stop(self, _worker: Worker, _packet: Packet) -> None:
+    def _loading(self, worker: Worker, _packet: Packet) -> None:
+        worker.enter(State.ADOPTED)
+
+    def _stop(self, _worker: Worker, packet: Packet) -> None:
+        self._failure = str(packet.fields.get("failed", ""))
         self.stop()
 
     # --------------------------------------------------------------------------------------------- clients
@@ -676,5 +687,6 @@ _FROM_WORKER: dict[str, Callable[[Keeper, Worker, Packet], None]] = {
     "reply": Keeper._reply,  # client, seq, raw reply (b"" for a posted message), descriptors
     "drop": Keeper._drop,  # client, reason: close the connection; "gone" follows
     "forget": Keeper._forget,  # client: its session is torn down
-    "stop": Keeper._stop,  # end the daemon
+    "loading": Keeper._loading,  # it gets on with what it does before it is up
+    "stop": Keeper._stop,  # end the daemon; failed: why it cannot go on
 }

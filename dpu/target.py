@@ -25,7 +25,7 @@ import os
 import re
 import uuid as uuids
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dpu.backends import BACKENDS, Backend, FileBackend, MemoryBackend, NullBackend, os_error, stash_key
@@ -35,6 +35,7 @@ from dpu.iostat import IoStat, Row
 from dpu.killpoint import killpoint
 from dpu.layout import IO_QUEUES, NAMESPACES, QUEUE_ENTRIES_MAX, TRANSFER_MAX
 from dpu.nvme.interfaces import NamespaceInfo
+from dpu.rpc.logs import Logs
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,9 @@ class Host(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """The JSON-able answer of ``dpu_get_stats``."""
+
+    def reactors(self) -> list[dict[str, Any]]:
+        """Rows of ``framework_get_reactors``."""
 
     def io_rows(self, nqn: str | None = None) -> list[Row]:
         """The counters of every controller, or of those of one subsystem."""
@@ -228,6 +232,24 @@ class Subsystem:
             "namespaces": [self.by_nsid[nsid].describe() for nsid in sorted(self.by_nsid)],
         }
 
+    def creation(self) -> list[tuple[str, dict[str, Any]]]:
+        """The RPCs, SPDK's names and parameters, that make such a subsystem in a bare daemon."""
+        identity = {
+            "nqn": self.nqn,
+            "allow_any_host": self.allow_any_host,
+            "serial_number": self.serial,
+            "model_number": self.model,
+            "max_namespaces": self.max_namespaces,
+        }
+        rows: list[tuple[str, dict[str, Any]]] = [("nvmf_create_subsystem", identity)]
+        for namespace in self.by_nsid.values():
+            of = {key: value for key, value in namespace.describe().items() if key != "name"}
+            rows.append(("nvmf_subsystem_add_ns", {"nqn": self.nqn, "namespace": of}))
+        for listener in self.listeners.values():
+            address = {"trtype": TRANSPORT, "traddr": listener.traddr, "trsvcid": listener.trsvcid}
+            rows.append(("nvmf_subsystem_add_listener", {"nqn": self.nqn, "listen_address": address}))
+        return rows
+
     def to_config(self) -> dict[str, Any]:
         return {
             "nqn": self.nqn,
@@ -251,16 +273,23 @@ class Target:
         self.transport: Transport | None = None
         self.subsystems: dict[str, Subsystem] = {}
         self.iostat = IoStat()
+        self.logs = Logs()
+        self.calls: list[dict[str, Any]] = []  # of dpu.startup, still to be made
+        self._initialized = True
         self._malloc_count = 0
         self._opening: set[str] = set()  # names of back ends that are being made
         self._lock = asyncio.Lock()
         self._bdev_added = asyncio.Event()
+        self._started = asyncio.Event()
 
     # -- stored configuration
 
     def to_config(self) -> dict[str, Any]:
         return {
             "version": CONFIG_VERSION,
+            "initialized": self._initialized,
+            "calls": self.calls,
+            "logs": self.logs.to_config(),
             "malloc_count": self._malloc_count,
             "bdevs": [backend.to_config() for backend in self.bdevs.values()],
             "transport": vars(self.transport) if self.transport else None,
@@ -273,12 +302,15 @@ class Target:
         self.host.commit(self.to_config())
 
     def from_config(self, config: dict[str, Any], fds: dict[str, int]) -> None:
-        """Take over from a dead worker. ``config``: of its last ``Host.commit``, {} when there was none.
+        """Take over from a dead worker. ``config``: of its last ``Host.commit``, or dpu.startup.first_config.
 
         ``fds``: everything stashed. Keys ``bdev/...`` are taken out of it: kept by the back end that the
         configuration names, closed and unstashed when it names none. Other keys are left alone.
         """
-        if config:
+        self._initialized = config.get("initialized", True)
+        self.calls = config.get("calls", [])
+        if "version" in config:
+            self.logs = Logs.from_config(config["logs"])
             assert config["version"] == CONFIG_VERSION, config["version"]
             self._malloc_count = config["malloc_count"]
             for row in config["bdevs"]:
@@ -316,7 +348,7 @@ class Target:
 
     async def recover(self, listeners: Mapping[str, str]) -> None:
         """``listeners``: key -> path that the keeper has. Closes those that no subsystem names."""
-        for key in listeners:
+        for key in list(listeners):
             if self.subsystem_of(key) is None:
                 await self._quietly(self.host.unlisten(key), f"close listener {key}")
 
@@ -342,6 +374,48 @@ class Target:
                 self.subsystems[nqn].by_nsid, self.subsystems[nqn].listeners = by_nsid, listeners
             raise
         killpoint("rpc_after_commit")
+
+    # -- the daemon as a whole
+
+    @property
+    def initialized(self) -> bool:
+        """Whether it has its back ends and subsystems, or waits for ``start_init``."""
+        return self._initialized
+
+    async def start_init(self) -> bool:
+        """End the start-up state that ``dpud --wait-for-rpc`` begins with."""
+        async with self._lock:
+            self._initialized = True
+            self.host.commit(self.to_config())
+            self._started.set()
+            return True
+
+    async def wait_init(self) -> bool:
+        if not self._initialized:
+            await self._started.wait()
+        return True
+
+    async def set_logs(self, **changes: Any) -> bool:
+        """``changes``: fields of dpu.rpc.logs.Logs."""
+        async with self._lock:
+            self.logs = replace(self.logs, **changes)
+            self.host.commit(self.to_config())
+            self.logs.apply()
+            return True
+
+    def saved(self, subsystem: str) -> list[dict[str, Any]]:
+        """The calls that make a bare daemon's ``subsystem`` ("bdev" or "nvmf") what this one's is."""
+        if subsystem == "bdev":
+            rows: list[tuple[str, dict[str, Any]]] = [backend.creation() for backend in self.bdevs.values()]
+        elif subsystem == "nvmf":
+            options = vars(self.transport or Transport())
+            set_ones = {name: value for name, value in options.items() if value}
+            rows = [("nvmf_create_transport", {"trtype": TRANSPORT, **set_ones})] if self.transport else []
+            for one in self.subsystems.values():
+                rows += one.creation()
+        else:
+            raise RpcError(INVALID_PARAMS, f"Subsystem '{subsystem}' not found")
+        return [{"method": method, "params": params} for method, params in rows]
 
     # -- bdevs
 

@@ -36,13 +36,13 @@ import numpy as np
 from dpu import forkserver, killpoint, layout
 from dpu.backends import Backend, FileBackend, MemoryBackend
 from dpu.channel import Channel, ConfigStore, Health, Packet
-from dpu.errors import EmuError, VfioUserError
+from dpu.errors import EmuError, RpcError, VfioUserError
 from dpu.fastpath.poller import NAP_US, SPIN_PASSES, Poller, compile_all, now, tick_rate
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
 from dpu.iostat import Row
 from dpu.rpc.dispatcher import Dispatcher
-from dpu.rpc.methods import method_table
+from dpu.rpc.methods import dispatcher
 from dpu.rpc.server import Server
 from dpu.session import Client
 from dpu.target import Subsystem, Target
@@ -154,6 +154,7 @@ class Worker:
         clients = self._sort(packets)
         config = self.config.load()
         self.target.from_config(json.loads(config) if config else {}, self._fds)
+        self.target.logs.apply()
         for backend in self.target.bdevs.values():
             await self._fence(backend)
         self._start_pollers()
@@ -164,15 +165,36 @@ class Worker:
             poller.start()
         for client, taking in self._starting:
             client.start(taking=taking)
+        rpc = dispatcher(self.target)
+        if not await self._make_first_calls(rpc):
+            return
         self._serving = True
         self.channel.send("up")
         late, self._adopted = self._adopted, []
         for packet in [p for p in packets if p.op in ("message", "gone")] + late:
             self._packet(packet)
         await self.target.recover(self._listeners)
-        dispatcher = Dispatcher(method_table(self.target))
-        self._rpc = Server(self._rpc_socket, dispatcher)
+        self._rpc = Server(self._rpc_socket, rpc)
         await self._rpc.start()
+
+    async def _make_first_calls(self, rpc: Dispatcher) -> bool:
+        """Make the calls of the file that the daemon was started with; False when one has failed.
+
+        A call is struck off before it is made: what it commits is then itself and that it is no longer to be made.
+        """
+        if self.target.calls:
+            await self.target.recover(self._listeners)
+        while self.target.calls:
+            call = self.target.calls.pop(0)
+            try:
+                await rpc.call(call["method"], call.get("params"))
+            except RpcError as error:
+                self.channel.send(
+                    "stop", failed=f"a call of the file cannot be done: {call['method']}: {error.message}"
+                )
+                return False
+            self.channel.send("loading")
+        return True
 
     def _sort(self, packets: list[Packet]) -> list[Packet]:
         """Take in what the keeper holds; returns the packets of its clients."""
@@ -210,6 +232,7 @@ class Worker:
 
     def _start_pollers(self) -> None:
         """One per CPU."""
+        self._began = now()
         words = np.frombuffer(self.health.words, np.uint64)
         for i, cpu in enumerate(self._cpus or [-1]):
             ring = self._ring(i)
@@ -444,6 +467,30 @@ class Worker:
         thread = self.pollers.index(client.plane.poller) + 1
         spaces = client.plane.spaces[: client.subsystem.max_namespaces]
         return [Row(client.number, nsid, thread, words) for nsid, words in enumerate(spaces, 1)]
+
+    def reactors(self) -> list[dict[str, Any]]:
+        return [self._reactor(number, poller) for number, poller in enumerate(self.pollers, 1)]
+
+    def _reactor(self, number: int, poller: Poller) -> dict[str, Any]:
+        """SPDK's row of one poller: busy is time on a CPU, idle the rest. lcore -1: it is bound to none."""
+        tid, cpu_s = poller.thread()
+        elapsed = now() - self._began
+        busy = min(int(cpu_s * tick_rate()), elapsed)
+        cpus = os.sched_getaffinity(tid)
+        thread = {
+            "name": f"poller_{number - 1:03}",
+            "id": number,
+            "cpumask": f"{sum(1 << cpu for cpu in cpus):x}",
+            "elapsed": elapsed,
+        }
+        return {
+            "lcore": -1 if poller.cpu is None else poller.cpu,
+            "tid": tid,
+            "busy": busy,
+            "idle": elapsed - busy,
+            "in_interrupt": True,  # without work it sleeps until it is woken
+            "lw_threads": [thread],
+        }
 
     def clock(self) -> tuple[int, int]:
         return tick_rate(), now()

@@ -189,6 +189,11 @@ class Poller:
         """Ticks as nanoseconds."""
         return count * int(self.record.ns_mult) >> 20
 
+    def thread(self) -> tuple[int, float]:
+        """The kernel's number of its thread, and the CPU seconds that it has used."""
+        assert self._thread is not None and self._thread.ident is not None and self._thread.native_id is not None
+        return self._thread.native_id, time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
     def describe(self) -> dict[str, int | None]:
         """For dpu_get_stats."""
         return {

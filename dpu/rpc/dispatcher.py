@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import enum
 import errno
 import itertools
 import json
@@ -37,6 +38,13 @@ METHOD_NOT_FOUND = RpcError(-32601, "Method not found")
 INVALID_PARAMS = RpcError(-32602, "Invalid parameters")
 DECODE_FAILED = RpcError(-32603, "spdk_json_decode_object failed")
 INTERNAL_ERROR = RpcError(-32603, "Internal error")
+
+TOO_EARLY = RpcError(-1, "Method may only be called after framework is initialized using framework_start_init RPC.")
+TOO_LATE = RpcError(
+    -1,
+    "Method may only be called before framework is initialized. Use --wait-for-rpc command line parameter and then "
+    "issue this RPC before the framework_start_init RPC.",
+)
 
 TIMEOUT_S = 30.0
 
@@ -185,6 +193,14 @@ def decode(params: Sequence[Param], given: Any) -> dict[str, Any]:
     return values
 
 
+class When(enum.Flag):
+    """States of the daemon in which a method may be called: before and after framework_start_init."""
+
+    STARTUP = enum.auto()
+    RUNTIME = enum.auto()
+    ALWAYS = STARTUP | RUNTIME
+
+
 @dataclass(frozen=True)
 class Method:
     """One row of the method table.
@@ -198,6 +214,7 @@ class Method:
     params: tuple[Param, ...] = ()
     bad_params: RpcError = DECODE_FAILED
     timeout_s: Callable[[Mapping[str, Any]], float] = lambda params: TIMEOUT_S
+    when: When = When.RUNTIME
 
 
 @dataclass(frozen=True)
@@ -217,8 +234,11 @@ class Answer:
 
 
 class Dispatcher:
-    def __init__(self, methods: Mapping[str, Method]) -> None:
+    """``state``: tells in which of its two states the daemon is."""
+
+    def __init__(self, methods: Mapping[str, Method], state: Callable[[], When] = lambda: When.RUNTIME) -> None:
         self.methods = methods
+        self._state = state
         self._late: set[asyncio.Task[Any]] = set()  # timed out, still at work
 
     async def answer(self, text: bytes) -> Answer:
@@ -237,7 +257,7 @@ class Dispatcher:
             return _error(None, INVALID_REQUEST)
         identifier = request.get("id")
         try:
-            result = await self._call(request["method"], request.get("params"))
+            result = await self.call(request["method"], request.get("params"))
         except RpcError as error:
             return None if identifier is None else _error(identifier, error)
         if isinstance(result, Then):
@@ -245,12 +265,15 @@ class Dispatcher:
             result = result.result
         return None if identifier is None else {"jsonrpc": "2.0", "id": identifier, "result": result}
 
-    async def _call(self, name: str, given: Any) -> Any:
+    async def call(self, name: str, given: Any = None) -> Any:
+        """The result of one method; RpcError for everything that a client would get as an error."""
         method = self.methods.get(name)
         if method is None:
             near = nearest(name, self.methods)
             log.warning("method %s not found%s", _short(name), f", did you mean {near}?" if near else "")
             raise METHOD_NOT_FOUND
+        if self._state() not in method.when:
+            raise TOO_EARLY if When.RUNTIME in method.when else TOO_LATE
         if not method.params and given is not None:
             raise RpcError(INVALID_PARAMS.code, f"{name} method requires no parameters")
         try:
@@ -275,12 +298,15 @@ class Dispatcher:
             task.add_done_callback(_log_late)
             raise os_error(errno.ETIMEDOUT)
         try:
-            return task.result()
-        except RpcError:
+            result = task.result()
+        except RpcError as error:
+            log.debug("%s(%s): error %d %s", method.name, _short(params), error.code, error.message)
             raise
         except Exception:
             log.exception("%s failed", method.name)
             raise INTERNAL_ERROR from None
+        log.debug("%s(%s): %s", method.name, _short(params), _short(result))
+        return result
 
 
 def nearest(name: str, methods: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """The method table: one row per RPC, SPDK's names, parameters and answers.
 
-Use: ``Dispatcher(method_table(target))``. To add an RPC, add a row.
+Use: ``dispatcher(target)``. To add an RPC, add a row.
 Parameters of SPDK's that this target cannot follow are taken where they change nothing (``only``), so that
 ``spdk-rpc``, which sends them with their neutral values, works. ``_hint`` marks those that tune SPDK's own
 memory and have no counterpart here; they are taken with any value.
@@ -11,7 +11,8 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -20,9 +21,11 @@ from dpu.iostat import RESET_MODES
 from dpu.rpc.dispatcher import (
     INVALID_PARAMS,
     TIMEOUT_S,
+    Dispatcher,
     Method,
     Param,
     Then,
+    When,
     boolean,
     hexadecimal,
     i32,
@@ -35,6 +38,7 @@ from dpu.rpc.dispatcher import (
     u64,
     uuid,
 )
+from dpu.rpc.logs import FLAGS, LEVELS
 from dpu.target import Target, Transport, invalid
 
 # The SPDK release whose dialect this is.
@@ -57,6 +61,8 @@ def _hint(name: str) -> Param:
     return Param(name, i32, ignored=True)
 
 
+_LEVEL = Param("level", one_of(*LEVELS), required=True)
+_FLAG = Param("flag", one_of(*FLAGS, "all"), required=True)
 _TGT_NAME = Param("tgt_name", only("nvmf_tgt"), ignored=True)
 _NQN = Param("nqn", string, required=True)
 _GEOMETRY = (
@@ -77,12 +83,51 @@ _ADDRESS = nested(
 )
 
 
-def method_table(target: Target) -> dict[str, Method]:
+def dispatcher(target: Target) -> Dispatcher:
+    """What answers requests to ``target``."""
+
+    def state() -> When:
+        return When.RUNTIME if target.initialized else When.STARTUP
+
+    return Dispatcher(_method_table(target, state), state)
+
+
+def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method]:
     """The rows, bound to ``target``."""
     table: dict[str, Method] = {}
 
     async def get_methods(current: bool, include_aliases: bool) -> list[str]:
-        return list(table)
+        return [row.name for row in table.values() if not current or state() in row.when]
+
+    async def get_framework_subsystems() -> list[dict[str, Any]]:
+        return [{"subsystem": "bdev", "depends_on": []}, {"subsystem": "nvmf", "depends_on": ["bdev"]}]
+
+    async def get_config(name: str, with_batches: bool) -> list[dict[str, Any]]:
+        return target.saved(name)
+
+    async def get_reactors() -> dict[str, Any]:
+        return {"tick_rate": target.host.clock()[0], "pid": os.getpid(), "reactors": target.host.reactors()}
+
+    async def get_level() -> str:
+        return target.logs.level
+
+    async def get_print_level() -> str:
+        return target.logs.print_level
+
+    async def set_level(level: str) -> bool:
+        return await target.set_logs(level=level)
+
+    async def set_print_level(level: str) -> bool:
+        return await target.set_logs(print_level=level)
+
+    async def get_flags() -> dict[str, bool]:
+        return {flag: flag in target.logs.flags for flag in FLAGS}
+
+    async def set_flag(flag: str) -> bool:
+        return await target.set_logs(flags=target.logs.flags | _flags(flag))
+
+    async def clear_flag(flag: str) -> bool:
+        return await target.set_logs(flags=target.logs.flags - _flags(flag))
 
     async def get_version() -> dict[str, Any]:
         suffix = f"-dpu-emu-{metadata.version('dpu-emu')}"
@@ -151,14 +196,39 @@ def method_table(target: Target) -> dict[str, Method]:
         return await target.remove_listener(nqn=nqn, **listen_address)
 
     rows = [
-        Method("spdk_get_version", get_version),
+        Method("spdk_get_version", get_version, when=When.ALWAYS),
         Method(
             "rpc_get_methods",
             get_methods,
             (Param("current", boolean, default=False), Param("include_aliases", boolean, default=False)),
             INVALID_PARAMS,
+            when=When.ALWAYS,
         ),
-        Method("spdk_kill_instance", kill_instance, (Param("sig_name", string, required=True),), INVALID_PARAMS),
+        Method(
+            "spdk_kill_instance",
+            kill_instance,
+            (Param("sig_name", string, required=True),),
+            INVALID_PARAMS,
+            when=When.ALWAYS,
+        ),
+        Method("framework_start_init", target.start_init, when=When.STARTUP),
+        Method("framework_wait_init", target.wait_init, when=When.ALWAYS),
+        Method("framework_get_subsystems", get_framework_subsystems, when=When.ALWAYS),
+        Method(
+            "framework_get_config",
+            get_config,
+            (Param("name", string, required=True), Param("with_batches", boolean, default=False)),
+            INVALID_PARAMS,
+            when=When.ALWAYS,
+        ),
+        Method("framework_get_reactors", get_reactors),
+        Method("log_get_level", get_level, when=When.ALWAYS),
+        Method("log_set_level", set_level, (_LEVEL,), INVALID_PARAMS, when=When.ALWAYS),
+        Method("log_get_print_level", get_print_level, when=When.ALWAYS),
+        Method("log_set_print_level", set_print_level, (_LEVEL,), INVALID_PARAMS, when=When.ALWAYS),
+        Method("log_get_flags", get_flags, when=When.ALWAYS),
+        Method("log_set_flag", set_flag, (_FLAG,), INVALID_PARAMS, when=When.ALWAYS),
+        Method("log_clear_flag", clear_flag, (_FLAG,), INVALID_PARAMS, when=When.ALWAYS),
         Method("dpu_get_stats", get_stats),
         Method(
             "bdev_get_bdevs",
@@ -351,6 +421,10 @@ def method_table(target: Target) -> dict[str, Method]:
     ]
     table.update((row.name, row) for row in rows)
     return table
+
+
+def _flags(name: str) -> frozenset[str]:
+    return frozenset(FLAGS if name == "all" else [name])
 
 
 def _get_bdevs_timeout_s(params: Mapping[str, Any]) -> float:

@@ -13,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pytest
 from spdk.rpc.client import JSONRPCClient, JSONRPCException
 
 from dpu.target import Target
+from tests.support.daemon import Daemon
 from tests.support.rpc_host import FakeHost, serving
 
 VECTORS = json.loads(Path(__file__).with_name("spdk_rpc_vectors.json").read_text())
@@ -63,8 +65,16 @@ DEVIATIONS |= {
     ("bdev_get_bdevs of ur0", "*", "supported_io_types", "reset"): DURABLE,
 }
 
+DEVIATIONS |= {
+    ("framework_get_subsystems",): "the two that there are",
+    ("framework_get_reactors", "reactors"): "the card's pollers; compared by test_reactors",
+    ("log_get_flags",): "the parts that have something to say",
+}
+
 # Numbers that the run makes: compared by their kind, and by tests/conformance/test_iostat.py.
 MEASURED = {
+    ("framework_get_reactors", "tick_rate"),
+    ("framework_get_reactors", "pid"),
     ("bdev_get_iostat", "tick_rate"),
     ("bdev_get_iostat", "ticks"),
     *(("bdev_get_iostat", "bdevs", "*", name) for name in ("bytes_read", "num_read_ops")),
@@ -116,16 +126,6 @@ LEFT_OUT = {
     "notify_get_types": "nobody can wait for a notification; a client asks for the state instead",
     "notify_get_notifications": "as notify_get_types",
 }
-LEFT_OUT |= dict.fromkeys(
-    [
-        "framework_wait_init",
-        "framework_start_init",
-        "framework_get_reactors",
-        "framework_get_subsystems",
-        "log_get_flags",
-    ],
-    "not there yet",
-)
 OF_VOLUMES = dict.fromkeys((41, 42, 48, 49, 50), "a logical volume")
 LEFT_OUT_CALLS = {
     **OF_VOLUMES,
@@ -217,10 +217,22 @@ def client(served: tuple[str, FakeHost, Target]) -> Iterator[JSONRPCClient]:
         yield client
 
 
-def test_recorded_calls(served: tuple[str, FakeHost, Target], tmp_path: Path) -> None:
+@pytest.fixture(params=["server", "dpud"])
+def bare(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The socket of a card without any configuration: the server in this process, and the whole daemon."""
+    if request.param == "server":
+        with serving(tmp_path) as (path, _, _):
+            yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="dpu-t-") as directory, Daemon(Path(directory)) as daemon:
+        yield daemon.rpc_path
+        assert daemon.alive()
+
+
+def test_recorded_calls(bare: str, tmp_path: Path) -> None:
     (tmp_path / "vfu" / "rpc").mkdir(parents=True)
     (tmp_path / "aio.img").write_bytes(bytes(16384 * 4096))
-    wire = Wire(served[0])
+    wire = Wire(bare)
     bound: dict[str, str] = {}
     differences: list[str] = []
     met: set[tuple[str, ...]] = set()
@@ -254,9 +266,16 @@ def test_recorded_calls(served: tuple[str, FakeHost, Target], tmp_path: Path) ->
     assert met == set(DEVIATIONS), "a deviation that is none any more"
 
 
+@pytest.fixture(params=["server", "dpud"])
+def card(request: pytest.FixtureRequest) -> str:
+    if request.param == "dpud":
+        return str(request.getfixturevalue("daemon").rpc_path)
+    return str(request.getfixturevalue("served")[0])
+
+
 @pytest.mark.parametrize("row", VECTORS["raw"], ids=lambda row: row["note"])
-def test_recorded_streams(row: dict[str, Any], served: tuple[str, FakeHost, Target]) -> None:
-    wire = Wire(served[0])
+def test_recorded_streams(row: dict[str, Any], card: str) -> None:
+    wire = Wire(card)
     wire.send(row["sent"])
     if row.get("closed"):
         with pytest.raises(EOFError) as end:
@@ -280,6 +299,22 @@ def _without_version(answer: Any) -> Any:
     if isinstance(answer, list):
         return [_without_version(one) for one in answer]
     return {key: isinstance(value, dict) if key == "result" else value for key, value in answer.items()}
+
+
+def test_reactors(daemon: Daemon) -> None:
+    """The recorded keys that mean something here, and times of a thread that there is."""
+    recorded = next(row for row in VECTORS["calls"] if row["request"]["method"] == "framework_get_reactors")
+    theirs = recorded["answer"]["result"]["reactors"][0]
+    answer = daemon.rpc("framework_get_reactors")
+    (ours,) = answer["reactors"]
+    assert theirs.keys() - ours.keys() == {"numa_id", "irq", "sys", "usr"} and not ours.keys() - theirs.keys()
+    (thread,) = ours["lw_threads"]
+    assert thread.keys() == theirs["lw_threads"][0].keys()
+    assert answer["pid"] == daemon.worker_pid() and Path(f"/proc/{answer['pid']}/task/{ours['tid']}").exists()
+    again = daemon.rpc("framework_get_reactors")["reactors"][0]
+    passed = again["lw_threads"][0]["elapsed"] - thread["elapsed"]
+    assert passed > 0 and again["busy"] + again["idle"] == again["lw_threads"][0]["elapsed"]
+    assert 0 <= again["busy"] - ours["busy"] <= passed + answer["tick_rate"] // 100
 
 
 def test_our_methods_are_spdks(client: JSONRPCClient) -> None:

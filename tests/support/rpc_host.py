@@ -21,8 +21,7 @@ from typing import Any
 
 from dpu.errors import RpcError
 from dpu.iostat import Row
-from dpu.rpc.dispatcher import Dispatcher
-from dpu.rpc.methods import method_table
+from dpu.rpc.methods import dispatcher
 from dpu.rpc.server import Server
 from dpu.target import Subsystem, Target
 
@@ -128,6 +127,9 @@ class FakeHost:
     def stats(self) -> dict[str, Any]:
         return {"pollers": 1}
 
+    def reactors(self) -> list[dict[str, Any]]:
+        return []
+
     def io_rows(self, nqn: str | None = None) -> list[Row]:
         return []
 
@@ -154,7 +156,7 @@ def serving(directory: Path) -> Iterator[tuple[str, FakeHost, Target]]:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(path)
             sock.listen(128)
-            server = Server(sock, Dispatcher(method_table(target)), send_timeout_s=2)
+            server = Server(sock, dispatcher(target), send_timeout_s=2)
             await server.start()
             listening.set()
             await finish.wait()
