@@ -10,7 +10,7 @@
 Parameters: ``size`` and ``block_size`` in bytes.
 Limits: a file of the lab's own is sparse: a full disk shows when the guest writes, as an NVMe error.
 Errors: DpuError with the last lines of the daemon's log; ``code`` is the JSON-RPC error code where there is one.
-Source: SPDK's JSON-RPC methods, through PyPI's ``spdk`` client.
+Source: SPDK's JSON-RPC methods, through dpu.spdk.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ import asyncio
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import re
-import socket
 import stat
 import sys
 from collections.abc import Sequence
@@ -30,9 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from spdk.rpc.client import JSONRPCClient, JSONRPCException
-
-from dpu.errors import EmuError
+from dpu.errors import EmuError, RpcError
+from dpu.spdk import Client
 from emu.ledger import Ledger
 from emu.paths import socket_path
 from emu.process import Process, tail, tree_cpu_s
@@ -253,25 +250,21 @@ class Dpu:
 
     async def rpc(self, method: str, /, **parameters: Any) -> Any:
         """One JSON-RPC call."""
+        client = Client(self.rpc_socket, timeout_s=RPC_LIMIT_S)
+
+        def call() -> Any:
+            with client:
+                return client.call(method, parameters)
+
         try:
-            client = JSONRPCClient(str(self.rpc_socket), timeout=RPC_LIMIT_S)
-        except JSONRPCException as error:
-            raise self.error(f"dpud does not take a connection for {method}") from error
-        client.get_logger().handlers.clear()  # each client adds one to the logger that they share
-        sock: socket.socket = client.sock
-        try:
-            answer = await asyncio.to_thread(client.call, method, parameters)
+            return await asyncio.to_thread(call)
         except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # lets the thread go
+            client.abort()  # lets the thread go
             raise
-        except JSONRPCException as error:
-            code, text = _rpc_error(error.message)
-            raise self.error(f"{method}: {text}", _FIXES.get(code or 0, ""), code) from error
-        except OSError as error:
-            raise self.error(f"{method}: {error.strerror}") from error
-        sock.close()
-        return answer
+        except RpcError as error:
+            raise self.error(f"{method}: {error.message} ({error.code})", code=error.code) from error
+        except EmuError as error:
+            raise self.error(error.message, error.hint) from error
 
     async def kill(self) -> None:
         """SIGKILL to the keeper."""
@@ -304,15 +297,6 @@ def make_file(path: Path, size: int) -> None:
             raise EmuError(f"cannot make {path} of {size} bytes: {error.strerror}", "make it smaller") from error
         finally:
             os.close(fd)
-
-
-def _rpc_error(text: str) -> tuple[int | None, str]:
-    """(code, message) out of the client's exception, which ends with the error object as JSON."""
-    found = re.search(r"^response:\n(\{.*\})\s*$", text, re.MULTILINE | re.DOTALL)
-    if not found:
-        return None, text.strip().splitlines()[0] if text.strip() else "no answer"
-    error = json.loads(found[1])
-    return int(error["code"]), f"{error['message']} ({error['code']})"
 
 
 async def _read_some(fd: int) -> bytes:

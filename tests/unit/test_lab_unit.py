@@ -176,7 +176,7 @@ def test_rpc_results_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(DpuError, match="card: die"):
                 await dpu.rpc("die")
             assert await dpu.process.wait() == 7
-            with pytest.raises(DpuError, match="does not take a connection"):
+            with pytest.raises(DpuError, match="Error while connecting"):
                 await dpu.rpc("echo")
         finally:
             await dpu.stop()
