@@ -202,6 +202,48 @@ class Admin:
                 lab.plane.finish(s, result)
 
 
+def test_a_completion_that_was_begun_keeps_its_place() -> None:
+    """The guest may have seen it already: an older command of the same CQ, done meanwhile, comes behind it."""
+    with Kept() as kept:
+        lab = Lab(kept, PLAIN)
+        cq = lab.open_cq(0, 8)
+        sq = lab.open_sq(0, 8, cq)
+        lab.begin()
+        for _ in range(2):
+            sq.submit(nv.IDENTIFY)
+        sq.ring()
+        lab.settle()
+        older, younger = lab.misses()
+        lab.plane.finish(younger, Result(0, 2))
+        with pytest.raises(Cut):
+            Cutter(when=lambda: lab.plane.inflight[younger].state == layout.POSTING).settle(lab)
+        lab.plane.inflight[older].state, lab.plane.inflight[older].dw0 = layout.EXECUTED, 1
+        lab.close()
+        with Lab(kept, PLAIN) as last:
+            last.recover()
+            last.settle()
+            assert [(one.cid, one.dw0) for one in cq.reap()] == [(1, 2), (0, 1)]
+
+
+def test_slots_that_are_in_use_are_not_given_away() -> None:
+    """Whichever they are: commands need not end in the order in which they began."""
+    with Kept() as kept:
+        lab = Lab(kept, PLAIN)
+        cq = lab.open_cq(0, 16)
+        sq = lab.open_sq(0, 16, cq)
+        lab.begin()
+        for slot in (0, 5):
+            entry = lab.plane.inflight[slot]
+            entry.state, entry.where, entry.sqid = layout.FETCHED, layout.WHERE_PARKED, 0
+            entry.sequence = slot + 1
+        lab.close()
+        with Lab(kept, PLAIN) as last:
+            last.recover({1: Result(0), 6: Result(0)})
+            free = last.plane._free[: int(last.plane.record.free_count)].tolist()
+            assert sorted(free) == [slot for slot in range(layout.SLOTS) if slot not in (0, 5)]
+        assert sq.submitted == 0
+
+
 @pytest.mark.parametrize("look_first", [False, True])
 def test_aer_and_the_command_that_fires_it(look_first: bool) -> None:
     """The younger command is posted first. Dead anywhere after that, its place in the CQ stays its own."""

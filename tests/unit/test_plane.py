@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from dpu.errors import DmaFault, VfioUserError
 from dpu.nvme.interfaces import Completion as Result
 from tests.support import nvme_driver as nv
 from tests.support.nvme_driver import PAGE
-from tests.unit.asic_lab import NS_4K, NS_MEMORY, NS_NULL, Kept, Lab, store_doorbell
+from tests.unit.asic_lab import NS_4K, NS_MEMORY, NS_NULL, GuestCq, GuestSq, Kept, Lab, store_doorbell
 
 DEADLINE_S = 60.0
 READ_ONLY, BOTH = 1, 3
@@ -95,6 +96,32 @@ def test_reopened_queues_go_on_and_made_anew_they_do_not(kept: Kept, lab: Lab) -
     assert (int(local.cq_tail), int(local.cq_phase), int(local.sq_head)) == (0, 1, 0)
     assert int(lab.plane.sqs[1].commands) == int(lab.plane.sqs[1].fetched) == 0
     assert not lab.plane.histograms[1].any()
+
+
+def test_a_queue_made_anew_elsewhere_is_served_there(kept: Kept, lab: Lab) -> None:
+    lab.open_pair(1, 8).do(lab, nv.FLUSH)
+    lab.plane.sqs[1].live = lab.plane.cqs[1].live = 0
+    cq = GuestCq(kept, 1, 8)
+    lab.plane.open_cq(1, 8, cq.iova, 1, True, 71)
+    sq = GuestSq(kept, 1, 8, cq)
+    lab.plane.open_sq(1, 8, sq.iova, 1, 72)
+    assert sq.do(lab, nv.FLUSH).status == nv.OK
+
+
+@pytest.mark.parametrize("doorbell", [2, 3])
+def test_a_bad_doorbell_of_a_queue_made_anew_is_told_again(kept: Kept, lab: Lab, doorbell: int) -> None:
+    lab.enable_shadow()
+    for epoch in (81, 83):
+        cq = GuestCq(kept, 1, 8)
+        sq = GuestSq(kept, 1, 8, cq)
+        lab.plane.open_cq(1, 8, cq.iova, 1, True, epoch)
+        lab.plane.open_sq(1, 8, sq.iova, 1, epoch + 1)
+        sq.submit(nv.FLUSH)
+        sq.ring()
+        store_doorbell(kept, doorbell, 9)
+        lab.settle()
+        assert lab.plane.record.bad_doorbell == layout.BAD_DOORBELL_VALUE << 32 | doorbell
+        lab.plane.record.bad_doorbell = 0
 
 
 @pytest.mark.parametrize("entries", [2, 3, 8])
@@ -290,6 +317,18 @@ def test_unmapped_memory_is_gone_when_it_returns(kept: Kept, lab: Lab) -> None:
     assert queue.do(lab, nv.READ, prp1=second[0], cdw=[0, 0, 0]).status == nv.OK
 
 
+def test_a_file_that_no_region_uses_is_unmapped(kept: Kept, lab: Lab) -> None:
+    fd = os.memfd_create("passing", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, PAGE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    run(lab.plane.dma_map(0x1000, PAGE, BOTH, 0, fd))
+    maps = Path("/proc/self/maps")
+    assert "memfd:passing" in maps.read_text()
+    run(lab.plane.dma_unmap(0x1000, PAGE))
+    assert "memfd:passing" not in maps.read_text()
+    os.close(fd)
+
+
 def test_every_address_is_made_anew_after_a_change(kept: Kept, lab: Lab) -> None:
     lab.enable_shadow()
     queue = lab.open_pair(1, 64)
@@ -299,7 +338,7 @@ def test_every_address_is_made_anew_after_a_change(kept: Kept, lab: Lab) -> None
     table, shadow = int(lab.plane.record.dma), int(lab.plane.record.shadow)
     base, offset, size = kept.ram.windows[0]
     run(lab.plane.dma_unmap(base, size))
-    assert not local.sq_host and not local.cq_host and not local.region
+    assert not local.sq_host and not local.cq_host
     assert not int(lab.plane.record.shadow) and not int(lab.plane.record.events)
     assert int(lab.plane.record.hold) == 1, "without the doorbell buffers nothing can be known of the queues"
     assert int(lab.plane.record.dma_count) == 1 and int(lab.plane.record.dma) != table
