@@ -29,7 +29,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dpu.nvme.wire import CompletionEntry, DsmRange, SubmissionEntry
+from dpu.nvme.wire import CompletionEntry, CopyRange, DsmRange, SubmissionEntry
 
 VERSION: Final = 2
 MAGIC: Final = 0x31555044454D5544  # "DUMEDPU1"
@@ -43,6 +43,7 @@ NAMESPACES: Final = 128
 SLOTS: Final = 1024  # commands in flight per controller; more wait in their SQs
 MDTS: Final = 6  # 2^6 pages of 4 KiB: 256 KiB
 TRANSFER_MAX: Final = PAGE << MDTS
+COPY_MAX: Final = 4 * TRANSFER_MAX  # bytes that one Copy moves; of one source range TRANSFER_MAX
 SEGMENTS: Final = (1 << MDTS) + 1  # an unaligned transfer touches one page more
 CONTROLLERS: Final = 64  # per worker
 BATCH: Final = 32  # commands fetched from one SQ before the next SQ gets its turn
@@ -83,6 +84,7 @@ def _words(*names: str, size: int = 0) -> Any:
 SQE: Final = _signed(SubmissionEntry)
 CQE: Final = np.dtype(CompletionEntry)
 RANGE: Final = _signed(DsmRange)
+COPY_RANGE: Final = _signed(CopyRange)
 
 # ---------------------------------------------------------------------------------------------- kept: state area
 
@@ -234,8 +236,11 @@ NAMESPACE: Final = _words(
     "align",  # of O_DIRECT, minus 1
     "readonly",
     "discard",  # Deallocate does something
+    "marks",  # addresses of dpu.backends.marks: a byte of each block, 0 while nothing was ever marked
+    "mark_pages",  # a byte of each MARK_PAGE blocks: some of them may be marked
     size=128,
 )
+MARK_PAGE_BITS: Final = 12
 KIND_ABSENT: Final = 0
 KIND_NULL: Final = 1
 KIND_MEMORY: Final = 2
@@ -290,6 +295,7 @@ CONTROLLER: Final = _words(
     "todo_end",
     "recovering",  # they are the last worker's: new commands wait
     "mapped",  # 1: the client writes to the doorbell page itself, and nothing tells us when
+    "write_through",  # the volatile write cache is off: every write is durable when it completes
     size=256,
 )
 

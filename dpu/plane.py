@@ -67,6 +67,7 @@ class Plane:
         self.with_control = 0  # I/O commands that a thread of control is doing
         self.generation = 0  # grows with every close_all: answers to commands of before are dropped
         self._memory_of = memory_of
+        self._backends: dict[int, Backend] = {}
         self._state = mmap.mmap(state_fd, layout.STATE_BYTES)
         self._bar = mmap.mmap(bar_fd, layout.BAR_BYTES, offset=layout.DOORBELLS_OFFSET)
         self.store = ConfigStore(state_fd, layout.BLOB_BYTES, layout.BLOB_OFFSET)
@@ -100,7 +101,7 @@ class Plane:
         c.live_queues, c.todo = _at(self._live_queues), _at(self._todo)
         c.namespaces_max = namespaces_max
         c.hold = c.attention = c.outstanding = c.live_count = 0
-        c.todo_begin = c.todo_end = c.recovering = 0
+        c.todo_begin = c.todo_end = c.recovering = c.write_through = 0
         c.dma, c.dma_count, c.shadow, c.events, c.bad_doorbell, c.mapped = 0, 0, 0, 0, 0, 0
         c.sequence = 1
         c.state = _at(self.sqs) - layout.SQ_OFFSET
@@ -183,8 +184,7 @@ class Plane:
         """Give the poller the new table; every address made from the old one is looked up again."""
         self._table = self.memory.table()
         self.record.dma, self.record.dma_count = _at(self._table), len(self._table)
-        for name in ("sq_host", "cq_host", "region"):
-            self.locals[name] = 0
+        self.locals["sq_host"] = self.locals["cq_host"] = 0
         self._resolve_dbbuf()
 
     def set_vectors(self, start: int, fds: list[int]) -> None:
@@ -208,7 +208,7 @@ class Plane:
             cq.posted = cq.signals = 0
             cq.entries, cq.iova, cq.vector, cq.interrupts = entries, iova, vector, int(interrupts)
             cq.epoch = epoch
-        local.cq_host = local.cq_outstanding = local.dirty = local.blocked = 0
+        local.cq_host = 0
         local.cq_tail, local.cq_phase = cq.posted % entries, 1 ^ (cq.posted // entries & 1)
         local.bad_head = -1
         cq.live = 1
@@ -223,7 +223,7 @@ class Plane:
             self.histograms[qid] = 0
             sq.entries, sq.iova, sq.cqid = entries, iova, cqid
             sq.epoch = epoch
-        local.sq_host = local.sq_outstanding = 0
+        local.sq_host = 0
         local.sq_head = sq.fetched % entries
         local.bad_tail = -1
         sq.live = 1
@@ -253,8 +253,7 @@ class Plane:
         async with self.quiet():
             self.sqs[qid].live = 0
             self._list_queues()
-        generation = self.generation
-        while self.locals[qid].sq_outstanding and self.generation == generation:
+        while self.locals[qid].sq_outstanding:  # a reset ends it too
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def close_cq(self, qid: int) -> None:
@@ -275,6 +274,7 @@ class Plane:
             self.record.todo_begin = self.record.todo_end = self.record.recovering = 0
             self._dbbuf = None
             self.record.shadow = self.record.events = 0
+            self.record.write_through = 0
 
     def set_dbbuf(self, shadow_iova: int, event_idx_iova: int, reopened: bool = False) -> None:
         self._dbbuf = (shadow_iova, event_idx_iova)
@@ -307,6 +307,10 @@ class Plane:
     def set_mask(self, intms: int) -> None:
         """INTMS is for pin and MSI interrupts; with MSI-X the host does not use it (Base 3.1.3.3)."""
 
+    def set_write_through(self, on: bool) -> None:
+        """As DataPlane's; writes that were fetched before are not waited for."""
+        self.record.write_through = int(on)
+
     async def flush(self) -> None:
         """Every write that has completed is durable when this returns."""
         async with self.quiet():
@@ -336,6 +340,8 @@ class Plane:
         row.shift, row.blocks = backend.block_size.bit_length() - 1, backend.num_blocks
         row.readonly, row.discard = int(backend.readonly), int(backend.supports_discard)
         row.fd, row.direct_fd, row.host = backend.fd, -1, 0
+        self._backends[nsid] = backend
+        self.set_marks(nsid)
         kind = layout.KIND_NULL
         if isinstance(backend, MemoryBackend):
             kind, row.host = layout.KIND_MEMORY, self._memory_of(backend)
@@ -344,6 +350,15 @@ class Plane:
             # Without the right to write there is no lock to fence requests of a killed worker with (dpu.worker).
             row.direct_fd = -1 if backend.readonly else backend.direct_fd
         row.kind = kind
+
+    def set_marks(self, nsid: int) -> None:
+        """Tell the poller where the marks of a namespace's back end are, once it has some."""
+        row, marks = self.namespaces[nsid - 1], self._backends[nsid].marks
+        row.mark_pages, row.marks = (marks.pages, marks.blocks) if marks is not None else (0, 0)
+
+    def unrecoverable(self, nsid: int, lba: int, count: int, limit: int) -> list[tuple[int, int]]:
+        marks = self._backends[nsid].marks
+        return marks.ranges(lba, count, limit) if marks is not None else []
 
     async def clear_namespace(self, nsid: int) -> None:
         """Stop serving ``nsid``; when this returns nothing uses its back end."""
@@ -402,6 +417,25 @@ class Plane:
         self._free[: len(free)] = free
         self.record.free_count = len(free)
         return again
+
+    async def settled(self) -> None:
+        """After ``begin``: no command of the last worker is half done any more.
+
+        What comes next may drop its commands (a reset, the end of the client), and a write that the last worker was
+        cut in would stay so. Commands whose CQ is unmapped, and with it their data, had not been begun.
+        """
+        while self.record.recovering and not self.record.hold and self._unfinished():
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def _unfinished(self) -> bool:
+        table = self.inflight
+        mine = (table["state"] == layout.FETCHED) & (table["where"] == layout.WHERE_ASIC) & (table["sqid"] != 0)
+        for slot in np.nonzero(mine)[0]:
+            cq = self.cqs[self.sqs[table[slot].sqid].cqid]
+            with contextlib.suppress(DmaFault):
+                self.memory.find(cq.iova, cq.entries * 16, DMA_WRITE)
+                return True
+        return False
 
 
 def _at(array: Any) -> int:

@@ -32,6 +32,7 @@ from dpu.killpoint import killpoint
 from dpu.nvme import io
 from dpu.nvme.controller import Controller
 from dpu.nvme.interfaces import Completion
+from dpu.nvme.wire import NvmOpcode
 from dpu.plane import Plane
 from dpu.vfio_user.pci_config import (
     BAR0_BYTES,
@@ -171,6 +172,7 @@ class Client:
         if self.closed:
             return
         self.closed = True
+        await self.plane.settled()
         for task in self._tasks:  # not I/O: its threads use descriptors that must stay until they have ended
             task.cancel()
         await asyncio.gather(*self._tasks, *self._io, return_exceptions=True)
@@ -209,6 +211,7 @@ class Client:
         self._messages.put_nowait(packet)
 
     async def _serve_messages(self) -> None:
+        await self.plane.settled()
         while True:
             packet = await self._messages.get()
             self._seq = packet.fields["seq"]
@@ -360,10 +363,18 @@ class Client:
             self.commit([] if completion is None else [(slot, completion)])
 
     async def _serve_io(self, slot: int, generation: int) -> None:
-        """An I/O command on a file that io_uring does not do, or cannot: in a thread."""
-        completion = await io.execute(self.plane.sqe(slot), self.plane.memory, self.subsystem)
-        if self.plane.generation == generation:
-            self.plane.finish(slot, completion)
+        """An I/O command that the poller does not do, or cannot."""
+        sqe = self.plane.sqe(slot)
+        if sqe[0] == NvmOpcode.WRITE_UNCORRECTABLE:
+            self.worker.prepare_marks(self.subsystem, int(self.plane.inflight[slot].sqe.nsid))
+        durable = bool(self.plane.record.write_through)
+        completion = await io.execute(sqe, self.plane.memory, self.subsystem, durable)
+        if self.plane.generation != generation:
+            return
+        self.plane.finish(slot, completion)
+        if sqe[0] == NvmOpcode.WRITE_UNCORRECTABLE:
+            self.controller.unrecoverable_found()
+            self.commit()
 
     def failed(self, record: Any) -> None:
         """An I/O command that ended with an error, for the error log."""

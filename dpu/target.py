@@ -28,7 +28,17 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from dpu.backends import BACKENDS, Backend, FileBackend, MemoryBackend, NullBackend, os_error, stash_key
+from dpu.backends import (
+    BACKENDS,
+    Backend,
+    FileBackend,
+    Marks,
+    MemoryBackend,
+    NullBackend,
+    marks_key,
+    os_error,
+    stash_key,
+)
 from dpu.backends.file import CacheMode
 from dpu.errors import RpcError
 from dpu.iostat import IoStat, Row
@@ -153,6 +163,7 @@ class Namespace:
             product=self.backend.product_name,
             supports_discard=self.backend.supports_discard,
             readonly=self.backend.readonly,
+            atomic_bytes=self.backend.atomic_bytes,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -304,8 +315,8 @@ class Target:
     def from_config(self, config: dict[str, Any], fds: dict[str, int]) -> None:
         """Take over from a dead worker. ``config``: of its last ``Host.commit``, or dpu.startup.first_config.
 
-        ``fds``: everything stashed. Keys ``bdev/...`` are taken out of it: kept by the back end that the
-        configuration names, closed and unstashed when it names none. Other keys are left alone.
+        ``fds``: everything stashed. Keys ``bdev/...``, ``marks/...`` are taken out of it: kept by the back end that
+        the configuration names, closed and unstashed when it names none. Other keys are left alone.
         """
         self._initialized = config.get("initialized", True)
         self.calls = config.get("calls", [])
@@ -315,13 +326,17 @@ class Target:
             self._malloc_count = config["malloc_count"]
             for row in config["bdevs"]:
                 backend_type = BACKENDS[row["type"]]
-                self.bdevs[row["name"]] = backend_type.from_config(row, fds.pop(stash_key(row["name"]), -1))
+                backend = backend_type.from_config(row, fds.pop(stash_key(row["name"]), -1))
+                marks_fd = fds.pop(marks_key(row["name"]), -1)
+                if marks_fd >= 0:
+                    backend.marks = Marks(marks_fd, backend.num_blocks)
+                self.bdevs[row["name"]] = backend
             self.transport = Transport(**config["transport"]) if config["transport"] else None
             for row in config["subsystems"]:
                 self.subsystems[row["nqn"]] = self._subsystem_from_config(row)
             self.iostat.from_config(config["iostat"])
         self.iostat.keep(self.bdevs)
-        for key in [key for key in fds if key.startswith(stash_key(""))]:
+        for key in [key for key in fds if key.startswith((stash_key(""), marks_key("")))]:
             os.close(fds.pop(key))
             self.host.unstash(key)
 
@@ -538,6 +553,8 @@ class Target:
     def _release(self, backend: Backend) -> None:
         if backend.stash_key is not None:
             self.host.unstash(backend.stash_key)
+        if backend.marks is not None:
+            self.host.unstash(marks_key(backend.name))
         backend.close()
 
     async def delete_bdev(self, name: str, kind: type[Backend]) -> bool:

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from dpu import forkserver, killpoint, layout
-from dpu.backends import Backend, FileBackend, MemoryBackend
+from dpu.backends import Backend, FileBackend, Marks, MemoryBackend, marks_key
 from dpu.channel import Channel, ConfigStore, Health, Packet
 from dpu.errors import EmuError, RpcError, VfioUserError
 from dpu.fastpath.poller import NAP_US, SPIN_PASSES, Poller, compile_all, now, tick_rate
@@ -267,6 +267,20 @@ class Worker:
         if key not in self._mappings:
             self._mappings[key] = Mapping(backend.fd, backend.size_bytes)
         return self._mappings[key].host
+
+    def prepare_marks(self, subsystem: Subsystem, nsid: int) -> None:
+        """A namespace is going to have blocks marked by Write Uncorrectable: give its back end the room for marks."""
+        backend = subsystem.by_nsid[nsid].backend if nsid in subsystem.by_nsid else None
+        if backend is None or backend.marks is not None:
+            return
+        try:
+            backend.marks = Marks.create(backend.num_blocks)
+        except OSError as error:
+            log.error("bdev %s: no marks for Write Uncorrectable: %s", backend.name, error.strerror)
+            return
+        self.stash(marks_key(backend.name), backend.marks.fd)
+        for client in self._clients_of(subsystem):
+            client.plane.set_marks(nsid)
 
     def _trim_mappings(self) -> None:
         """Unmap memory back ends that are no namespace any more; nothing uses them when this is called."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dpu.backends.base import BLOCK_SIZES, Backend, Kind, os_error, stash_key
+from dpu.backends.base import BLOCK_SIZES, Backend, Kind, marks_key, os_error, stash_key
 from dpu.backends.file import FileBackend, UringBackend
+from dpu.backends.marks import Marks
 from dpu.backends.memory import MemoryBackend
 from dpu.backends.null import NullBackend
 
@@ -17,9 +18,11 @@ __all__ = [
     "Backend",
     "FileBackend",
     "Kind",
+    "Marks",
     "MemoryBackend",
     "NullBackend",
     "UringBackend",
+    "marks_key",
     "os_error",
     "stash_key",
 ]

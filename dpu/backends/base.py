@@ -16,6 +16,7 @@ import uuid as uuids
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from dpu.backends.marks import Marks
 from dpu.errors import RpcError
 
 BLOCK_SIZES = (512, 4096)
@@ -73,6 +74,7 @@ class Backend(ABC):
     product_name: ClassVar[str]
     config_type: ClassVar[str]  # the name of this class in a stored configuration and in BACKENDS
     io_types: ClassVar[frozenset[str]]  # SPDK's names of what a client may send here
+    atomic_bytes: ClassVar[int] = 0  # a write of so many is wholly done or not at all; 0: of one block
     numa_reported: ClassVar[bool] = False  # SPDK's malloc bdev reports numa_id, its others do not
 
     def __init__(
@@ -93,6 +95,7 @@ class Backend(ABC):
         self.fd = fd
         self.readonly = readonly
         self.supports_discard = supports_discard
+        self.marks: Marks | None = None  # made by the first Write Uncorrectable
 
     @property
     def size_bytes(self) -> int:
@@ -164,14 +167,22 @@ class Backend(ABC):
         """Reopen from ``to_config`` and the stashed ``fd`` (-1 when none was stashed), which it now owns."""
 
     def close(self) -> None:
-        """Close ``fd``. The stashed duplicate lives on until it is unstashed."""
+        """Close ``fd`` and the marks. The stashed duplicates live on until they are unstashed."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if self.marks is not None:
+            self.marks.close()
+            self.marks = None
 
 
 def stash_key(name: str) -> str:
     return f"bdev/{name}"
+
+
+def marks_key(name: str) -> str:
+    """Where the keeper holds the marks of a back end that has some."""
+    return f"marks/{name}"
 
 
 def check_geometry(block_size: int, num_blocks: int) -> None:

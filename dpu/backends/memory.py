@@ -22,6 +22,7 @@ from typing import Any
 
 from dpu.backends.base import Backend, Kind, check_geometry, os_error
 from dpu.errors import RpcError
+from dpu.layout import TRANSFER_MAX
 
 # (folder, limit, use) of the control group that a container sees as its root: version 2, version 1.
 _CGROUPS = (
@@ -35,6 +36,7 @@ class MemoryBackend(Backend):
     product_name = "Malloc disk"
     config_type = "memory"
     numa_reported = True
+    atomic_bytes = TRANSFER_MAX  # one copy by one poller, done again by the next worker if it was cut
     # SPDK's malloc bdev also says zcopy and copy; no client of ours can send either.
     io_types = frozenset({"read", "write", "unmap", "flush", "reset", "write_zeroes", "compare", "abort"})
 

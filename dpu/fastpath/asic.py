@@ -32,7 +32,7 @@ from dpu.fastpath.atomics import (
     view,
 )
 from dpu.fastpath.jit import KILLABLE, compiled, inlined
-from dpu.fastpath.system import die, differ, fill, io_uring_enter, ppoll, punch, read, recv, write
+from dpu.fastpath.system import die, differ, fill, find, io_uring_enter, move, ppoll, punch, read, recv, write
 from dpu.layout import (
     ATTENTION_NONE,
     ATTENTION_WANTED,
@@ -42,6 +42,8 @@ from dpu.layout import (
     BATCH,
     CONTROLLER,
     CONTROLLERS,
+    COPY_MAX,
+    COPY_RANGE,
     CQ,
     CQ_BYTES,
     CQ_OFFSET,
@@ -68,6 +70,7 @@ from dpu.layout import (
     KIND_ABSENT,
     KIND_FILE,
     KIND_MEMORY,
+    MARK_PAGE_BITS,
     NAMESPACE,
     NAMESPACES,
     PAGE,
@@ -110,12 +113,13 @@ from dpu.layout import (
     WHERE_PARKED,
     WHERE_URING,
 )
-from dpu.nvme.wire import BROADCAST_NSID, AdminOpcode, NvmOpcode, Status
+from dpu.nvme.wire import BROADCAST_NSID, COPY_RANGES_MAX, AdminOpcode, NvmOpcode, Status
 
 # Names as plain numbers: compiled code takes globals as constants.
 _FLUSH, _WRITE, _READ = int(NvmOpcode.FLUSH), int(NvmOpcode.WRITE), int(NvmOpcode.READ)
 _COMPARE, _ZEROES = int(NvmOpcode.COMPARE), int(NvmOpcode.WRITE_ZEROES)
-_DSM, _COPY = int(NvmOpcode.DATASET_MANAGEMENT), int(NvmOpcode.COPY)
+_DSM, _UNCORRECTABLE = int(NvmOpcode.DATASET_MANAGEMENT), int(NvmOpcode.WRITE_UNCORRECTABLE)
+_VERIFY, _COPY = int(NvmOpcode.VERIFY), int(NvmOpcode.COPY)
 _AER = int(AdminOpcode.ASYNC_EVENT_REQUEST)
 _BROADCAST = int(BROADCAST_NSID)
 
@@ -136,6 +140,7 @@ _CAPACITY = int(Status.CAPACITY_EXCEEDED) | _DNR
 _WRITE_PROTECTED = int(Status.NAMESPACE_WRITE_PROTECTED) | _DNR
 _MISCOMPARE = int(Status.COMPARE_FAILURE)
 _COMPARE_FAILURE = _MISCOMPARE | _DNR
+_SIZE_LIMIT = int(Status.COMMAND_SIZE_LIMIT_EXCEEDED) | _DNR
 _WRITE_FAULT = int(Status.WRITE_FAULT)
 _READ_ERROR = int(Status.UNRECOVERED_READ_ERROR)
 _INTERNAL = int(Status.INTERNAL_ERROR)
@@ -143,6 +148,7 @@ _PENDING = -1  # execute(): the completion comes later
 _BY_CONTROL = -2  # uring_status(): what the file system cannot do, a thread of control does another way
 
 _FUA = 1 << 30  # CDW12 of Read, Write and Write Zeroes (NVM 3.2)
+_PRACT = 1 << 29  # of CDW12's PRINFO
 _DEALLOCATE = 1 << 2  # CDW11 AD of Dataset Management
 
 _REGION_WRITE = 10  # vfio-user command
@@ -335,6 +341,39 @@ def map_lookup(ns: Any, lba: int) -> int:
     return 0
 
 
+@compiled
+def find_mark(ns: Any, lba: int, blocks: int) -> int:
+    """The first block of a range that Write Uncorrectable has marked; -1 when there is none.
+
+    ``ns.marks`` is not 0. Pages of marks that were never written are not touched: that would take memory for them.
+    """
+    end = lba + blocks
+    while lba < end:
+        first, last = lba >> MARK_PAGE_BITS, (end - 1) >> MARK_PAGE_BITS
+        page = find(ns.mark_pages + first, 1, last - first + 1)
+        if page == 0:
+            return -1
+        page -= ns.mark_pages
+        lba = max(lba, page << MARK_PAGE_BITS)
+        stop = min(end, (page + 1) << MARK_PAGE_BITS)
+        at = find(ns.marks + lba, 1, stop - lba)
+        if at:
+            return at - ns.marks
+        lba = stop
+    return -1
+
+
+@compiled
+def unmark(ns: Any, lba: int, blocks: int) -> None:
+    """The blocks were written: they can be read again."""
+    end = lba + blocks
+    lba = find_mark(ns, lba, blocks)
+    while lba >= 0:
+        stop = min(end, ((lba >> MARK_PAGE_BITS) + 1) << MARK_PAGE_BITS)
+        fill(ns.marks + lba, 0, stop - lba)
+        lba = find_mark(ns, stop, end - stop)
+
+
 # -------------------------------------------------------------------------------------------------- completion
 
 
@@ -412,6 +451,11 @@ def report_error(p: Any, c: Any, entry: Any, status: int) -> int:
     record.status = status
     record.nsid = signed(entry.sqe.nsid)
     record.lba = signed(entry.sqe.cdw10) | (signed(entry.sqe.cdw11) & 0x7FFFFFFF) << 32
+    if status & 0x7FF == _READ_ERROR and 0 < record.nsid <= NAMESPACES:
+        ns = view(c.namespaces, NAMESPACES, NAMESPACE)[record.nsid - 1]
+        if ns.marks and signed(entry.sqe.opcode) != _COPY:
+            bad = find_mark(ns, record.lba, (signed(entry.sqe.cdw12) & 0xFFFF) + 1)
+            record.lba = bad if bad >= 0 else record.lba
     store_u64(p.errors + RING_TAIL, tail + 1)
     p.kick = 1
     return status
@@ -563,7 +607,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
         odd |= segments[i].host | segments[i].length
     if fd < 0 or odd & ns.align:
         fd = ns.fd
-    flags = _DSYNC if op == _WRITE and signed(sqe.cdw12) & _FUA else 0
+    flags = _DSYNC if op == _WRITE and (signed(sqe.cdw12) & _FUA or c.write_through) else 0
     u = view(p.uring, 1, URING)[0]
     tag = c.index << 32 | slot
     uring_prepare(u, _OP_READV if op == _READ else _OP_WRITEV, fd, lba << ns.shift, out, count, flags, tag)
@@ -590,7 +634,7 @@ def write_zeroes(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, block
     operations = clear(p, c, slot, entry, ns, lba << ns.shift, blocks << ns.shift)
     if operations == 0:
         return _OK
-    if signed(entry.sqe.cdw12) & _FUA:
+    if signed(entry.sqe.cdw12) & _FUA or c.write_through:
         u = view(p.uring, 1, URING)[0]
         index = (load_u32(u.sq_tail) - 1) & u.sq_mask
         view(u.sqes, u.sq_mask + 1, URING_SQE)[index].sqe_flags = _LINK
@@ -614,6 +658,14 @@ def flush(p: Any, c: Any, slot: int, entry: Any, nsid: int) -> int:
             uring_prepare(u, _OP_FSYNC, fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
             operations += 1
     return to_uring(p, c, slot, entry, operations) if operations else _OK
+
+
+@inlined
+def known(op: int) -> bool:
+    """Whether an opcode has a row in dpu.nvme.commands.IO_EFFECTS."""
+    return (
+        op <= _READ or op == _UNCORRECTABLE or op == _COMPARE or _ZEROES <= op <= _DSM or op == _VERIFY or op == _COPY
+    )
 
 
 @inlined
@@ -651,8 +703,74 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
         if size and ns.discard:
             cleared += size
             operations += clear(p, c, slot, entry, ns, ranges[i].slba << ns.shift, size)
+            if ns.marks:  # a deallocated block reads as DLFEAT says
+                unmark(ns, ranges[i].slba, signed(ranges[i].nlb))
     entry.bytes = cleared
     return to_uring(p, c, slot, entry, operations) if operations else _OK
+
+
+@compiled
+def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
+    """Copy (NVM 3.2.2) within a namespace, Descriptor Format 0h.
+
+    Ranges are copied one after the other. Where a host lets source and destination overlap, which it should not, the
+    result after a worker's death is that of copying more than once.
+    """
+    sqe = entry.sqe
+    count = (signed(sqe.cdw12) & 0xFF) + 1  # 0's based
+    if signed(sqe.cdw12) >> 8 & 0xF:
+        return _INVALID_FIELD
+    if count > COPY_RANGES_MAX:
+        return _SIZE_LIMIT
+    local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
+    out = c.segments + slot * SEGMENT_LIST_BYTES
+    found = walk_prps(c, local, sqe, count * 32, DMA_READ, out)
+    if found < 0:
+        return -found
+    segments = view(out, SEGMENTS, SEGMENT)
+    at = p.scratch  # one copy: the guest may change its list under us
+    for i in range(found):
+        copy(at, segments[i].host, segments[i].length)
+        at += segments[i].length
+    ranges = view(p.scratch, count, COPY_RANGE)
+    total = 0
+    for i in range(count):
+        blocks = signed(ranges[i].nlb) + 1  # 0's based
+        total += blocks
+        if blocks << ns.shift > TRANSFER_MAX or total << ns.shift > COPY_MAX:
+            return _SIZE_LIMIT
+    target = signed(sqe.cdw10) | signed(sqe.cdw11) << 32
+    if not in_range(ns, target, total):
+        return _LBA_RANGE
+    for i in range(count):
+        if not in_range(ns, ranges[i].slba, signed(ranges[i].nlb) + 1):
+            return _LBA_RANGE
+    if ns.readonly:
+        return _WRITE_PROTECTED
+    if ns.marks:
+        for i in range(count):
+            if find_mark(ns, ranges[i].slba, signed(ranges[i].nlb) + 1) >= 0:
+                return _READ_ERROR
+    entry.bytes = total << ns.shift
+    if ns.kind == KIND_FILE:
+        return to_control(p, c, slot, entry)
+    if ns.kind == KIND_MEMORY:
+        host = map_lookup(ns, target)
+        for i in range(count):
+            size = signed(ranges[i].nlb) + 1 << ns.shift
+            move(host, map_lookup(ns, ranges[i].slba), size)
+            host += size
+    if ns.marks:
+        unmark(ns, target, total)
+    return _OK
+
+
+@compiled
+def verify(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
+    """Verify (NVM 3.2.5) of blocks that are not marked: memory holds what was put there, control reads a file."""
+    if signed(entry.sqe.cdw12) & _PRACT:
+        return _INVALID_FIELD
+    return to_control(p, c, slot, entry) if ns.kind == KIND_FILE else _OK
 
 
 @inlined
@@ -667,7 +785,7 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     nsid = signed(sqe.nsid)
     if op == _FLUSH and nsid == _BROADCAST:
         return flush(p, c, slot, entry, nsid)
-    if op != _READ and op != _WRITE and op != _FLUSH and op != _COMPARE and op != _ZEROES and op != _DSM:
+    if not known(op):
         return _INVALID_OPCODE
     if nsid < 1 or nsid > c.namespaces_max:
         return _INVALID_NAMESPACE
@@ -679,20 +797,32 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
         return to_control(p, c, slot, entry) if threads else flush(p, c, slot, entry, nsid)
     if op == _DSM:
         return to_control(p, c, slot, entry) if threads else deallocate(p, c, slot, entry, ns)
+    if op == _COPY:
+        return copy_blocks(p, c, slot, entry, ns)
     lba = signed(sqe.cdw10) | signed(sqe.cdw11) << 32
     blocks = (signed(sqe.cdw12) & 0xFFFF) + 1  # 0's based
     if not in_range(ns, lba, blocks):
         return _LBA_RANGE
-    if ns.readonly and (op == _WRITE or op == _ZEROES):
+    if ns.readonly and (op == _WRITE or op == _ZEROES or op == _UNCORRECTABLE):
         return _WRITE_PROTECTED
+    if op == _UNCORRECTABLE:  # control alone makes marks
+        return to_control(p, c, slot, entry)
+    if ns.marks and (op == _READ or op == _COMPARE or op == _VERIFY) and find_mark(ns, lba, blocks) >= 0:
+        return _READ_ERROR
+    if op == _VERIFY:
+        return verify(p, c, slot, entry, ns)
     if threads:
         if blocks << ns.shift > TRANSFER_MAX and op != _ZEROES:
             return _INVALID_FIELD
         entry.bytes = blocks << ns.shift
         return to_control(p, c, slot, entry)
     if op == _ZEROES:
-        return write_zeroes(p, c, slot, entry, ns, lba, blocks)
-    return transfer(p, c, slot, entry, ns, lba, blocks)
+        status = write_zeroes(p, c, slot, entry, ns, lba, blocks)
+    else:
+        status = transfer(p, c, slot, entry, ns, lba, blocks)
+    if ns.marks and status == _OK and (op == _WRITE or op == _ZEROES):
+        unmark(ns, lba, blocks)
+    return status
 
 
 @inlined
@@ -851,6 +981,17 @@ def uring_status(entry: Any, result: int) -> int:
     return _WRITE_FAULT
 
 
+@inlined
+def written(c: Any, entry: Any) -> None:
+    """A Write or Write Zeroes on a file has succeeded."""
+    op = signed(entry.sqe.opcode)
+    if op == _WRITE or op == _ZEROES:
+        ns = view(c.namespaces, NAMESPACES, NAMESPACE)[signed(entry.sqe.nsid) - 1]
+        if ns.marks:
+            lba = signed(entry.sqe.cdw10) | signed(entry.sqe.cdw11) << 32
+            unmark(ns, lba, (signed(entry.sqe.cdw12) & 0xFFFF) + 1)
+
+
 @compiled
 def reap(p: Any) -> int:
     """Complete what io_uring has done."""
@@ -880,6 +1021,8 @@ def reap(p: Any) -> int:
                 if to_control(p, c, slot, entry) != _PENDING:
                     post(p, c, slot, entry, _INTERNAL)
             else:
+                if entry.status == _OK:
+                    written(c, entry)
                 post(p, c, slot, entry, entry.status)
         count += 1
     store_u32(u.cq_head, head)

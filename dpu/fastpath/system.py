@@ -25,7 +25,8 @@ def _symbol(name: str, arguments: int) -> Any:
 _write, _read, _recv = _symbol("write", 3), _symbol("read", 3), _symbol("recv", 4)
 _ppoll, _syscall, _memset = _symbol("ppoll", 4), _symbol("syscall", 7), _symbol("memset", 3)
 _fallocate = _symbol("fallocate", 4)
-_memcmp, _kill = _symbol("memcmp", 3), _symbol("kill", 2)
+_memcmp, _memchr, _memmove = _symbol("memcmp", 3), _symbol("memchr", 3), _symbol("memmove", 3)
+_kill = _symbol("kill", 2)
 
 
 def _call(name: str, *arguments: int) -> int:
@@ -74,6 +75,16 @@ def differ(left: int, right: int, count: int) -> int:
     return ctypes.c_int(_call("memcmp", left, right, count)).value
 
 
+def find(address: int, byte: int, count: int) -> int:
+    """Address of the first ``byte`` of an area; 0 when there is none."""
+    return _call("memchr", address, byte, count)
+
+
+def move(target: int, source: int, count: int) -> None:
+    """Copy ``count`` bytes between areas that may overlap."""
+    _call("memmove", target, source, count)
+
+
 def die(pid: int) -> None:
     """End this process as a crash would (SIGKILL); for the named kill points of the tests."""
     _call("kill", pid, 9)
@@ -105,4 +116,6 @@ if JIT:
     overload(punch)(lambda fd, offset, size: lambda fd, offset, size: _int(_fallocate(fd, 3, offset, size)))
     overload(fill)(lambda address, byte, count: lambda address, byte, count: _drop(_memset(address, byte, count)))
     overload(differ)(lambda left, right, count: lambda left, right, count: _int(_memcmp(left, right, count)))
+    overload(find)(lambda address, byte, count: lambda address, byte, count: _memchr(address, byte, count))
+    overload(move)(lambda target, source, count: lambda target, source, count: _drop(_memmove(target, source, count)))
     overload(die)(lambda pid: lambda pid: _drop(_kill(pid, 9)))

@@ -14,11 +14,12 @@ from dpu.errors import DmaFault
 from dpu.layout import IO_QUEUES, QUEUE_ENTRIES_MAX
 from dpu.nvme import registers
 from dpu.nvme.bits import Bits
-from dpu.nvme.commands import CONTROLLER, SUCCESS, Command
+from dpu.nvme.commands import CONTROLLER, READS, SUCCESS, Command
 from dpu.nvme.errors import CommandError
 from dpu.nvme.features import get_features, set_features
 from dpu.nvme.identify import identify
 from dpu.nvme.interfaces import Completion
+from dpu.nvme.lbastatus import get_lba_status
 from dpu.nvme.logpages import get_log_page
 from dpu.nvme.wire import (
     CDW10_LOCATION,
@@ -164,4 +165,5 @@ COMMANDS: Final[dict[int, Command]] = {
     AdminOpcode.GET_FEATURES: Command(get_features, CONTROLLER, "5.15", uses_nsid=True),
     AdminOpcode.ASYNC_EVENT_REQUEST: Command(asynchronous_event_request, CONTROLLER, "5.2"),
     AdminOpcode.DOORBELL_BUFFER_CONFIG: Command(doorbell_buffer_config, CONTROLLER, "5.8"),
+    AdminOpcode.GET_LBA_STATUS: Command(get_lba_status, READS, "NVM 4.2.1", uses_nsid=True),
 }

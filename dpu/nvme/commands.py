@@ -52,7 +52,10 @@ IO_EFFECTS: Final[dict[int, int]] = {
     NvmOpcode.FLUSH: READS,
     NvmOpcode.WRITE: CHANGES_BLOCKS,
     NvmOpcode.READ: READS,
+    NvmOpcode.WRITE_UNCORRECTABLE: CHANGES_BLOCKS,
     NvmOpcode.COMPARE: READS,
     NvmOpcode.WRITE_ZEROES: CHANGES_BLOCKS,
     NvmOpcode.DATASET_MANAGEMENT: CHANGES_BLOCKS,
+    NvmOpcode.VERIFY: READS,
+    NvmOpcode.COPY: CHANGES_BLOCKS,
 }

@@ -55,6 +55,7 @@ from dpu.nvme.interfaces import (
     NamespaceInfo,
     SubsystemView,
 )
+from dpu.nvme.lbastatus import LbaStatusLog
 from dpu.nvme.wire import (
     FLAGS_FUSE,
     FLAGS_LOCATION,
@@ -135,6 +136,7 @@ class Controller:
         self.shadow_doorbells = True  # whether they are offered: chosen with the connection, before its first command
         self.events = AsyncEvents(plane.complete)
         self.errors = ErrorLog()
+        self.lba_status = LbaStatusLog()
         self.started_ns = clock.now_ns()
         self.fatal_reason = ""
         self._epoch = 0
@@ -308,6 +310,7 @@ class Controller:
         self.sqs: dict[int, SubmissionQueue] = {}
         self.features = FeatureValues(self.clock.now_ns())
         self.events.clear()
+        self.lba_status.release()
         self.changed_namespaces: list[int] = []
         self.dbbuf: tuple[int, int] | None = None
         self.io_queues_created = False
@@ -360,6 +363,7 @@ class Controller:
         except DmaFault as fault:
             self.fatal(f"queue lost with the worker: {fault}")
         self.plane.set_mask(self._intms)
+        self.plane.set_write_through(self.features.write_through)
 
     # Commands
 
@@ -419,6 +423,11 @@ class Controller:
         if self.features.namespace_notices:
             self.events.raise_event(Event.NAMESPACE_ATTRIBUTE_CHANGED)
 
+    def unrecoverable_found(self) -> None:
+        """Blocks of a namespace have become unrecoverable: a Write Uncorrectable has succeeded."""
+        if self.features.lba_status_notices:
+            self.events.raise_event(Event.LBA_STATUS_INFORMATION_ALERT)
+
     def doorbell_error(self, qid: int, *, no_queue: bool) -> None:
         """The host wrote a doorbell of a queue that is not there, or a value that the queue cannot have."""
         self.record_error(qid, NO_CID, Status.INVALID_FIELD.field())
@@ -468,6 +477,7 @@ class Controller:
             "events": self.events.dump(),
             "features": self.features.dump(),
             "errors": self.errors.dump(),
+            "lba_status": self.lba_status.dump(),
             "started_ns": self.started_ns,
         }
 
@@ -492,4 +502,5 @@ class Controller:
         self.events.load(state["events"])
         self.features.load(state["features"])
         self.errors.load(state["errors"])
+        self.lba_status.load(state["lba_status"])
         self.started_ns = state["started_ns"]

@@ -4,8 +4,8 @@ Use: ``get_features`` and ``set_features`` are the handlers of the two commands;
 controller keeps its current values in ``FeatureValues``.
 
 A feature that we could only pretend to honour has one value, and setting another is Feature Not Changeable:
-Arbitration (the stage has a fixed batch), Error Recovery (no time limit), Volatile Write Cache (always on, so
-that hosts send Flush), Interrupt Coalescing (none: one interrupt per pass). Nothing is saveable.
+Arbitration (the stage has a fixed batch), Error Recovery (no time limit), Interrupt Coalescing (none: one
+interrupt per pass), LBA Status Information Attributes (alerts are not delayed). Nothing is saveable.
 
 Errors: Invalid Field in Command for a feature without a row; Feature Identifier Not Saveable; Feature Not
 Changeable; Feature Not Namespace Specific; the NSID's errors; Command Sequence Error (Number of Queues).
@@ -44,6 +44,7 @@ SET_CDW10: Final = Bits(FID=(0, 7), SV=(31, 31))
 SEL_CURRENT, SEL_DEFAULT, SEL_SAVED, SEL_SUPPORTED = range(4)
 CAPABILITIES: Final = Bits(SAVEABLE=(0, 0), NAMESPACE=(1, 1), CHANGEABLE=(2, 2))  # Base figure 193
 
+WRITE_CACHE: Final = 0x06
 TIMESTAMP: Final = 0x0E
 ASYNC_EVENT: Final = 0x0B
 TEMPERATURE_THRESHOLD: Final = 0x04
@@ -92,7 +93,7 @@ class Feature:
         selector = self.selector(controller, sqe, setting=False)
         return Completion(Status.SUCCESS.field(), self.read(controller, selector, select))
 
-    def set(self, controller: Controller, sqe: SubmissionEntry) -> Completion:
+    async def set(self, controller: Controller, sqe: SubmissionEntry) -> Completion:
         """Set Features."""
         self.check(controller, sqe.cdw11)
         selector = self.selector(controller, sqe, setting=True)
@@ -131,13 +132,24 @@ class TemperatureThreshold(Feature):
         controller.check_temperature()
 
 
+class VolatileWriteCache(Feature):
+    """On after a reset. While it is off every write is durable when it completes, and so is all that was before."""
+
+    async def set(self, controller: Controller, sqe: SubmissionEntry) -> Completion:
+        on = bool(self.fields.get(sqe.cdw11, "WCE"))
+        controller.plane.set_write_through(not on)
+        if not on:
+            await controller.plane.flush()
+        return await super().set(controller, sqe)
+
+
 class NumberOfQueues(Feature):
     """Always allocates all queue pairs, whatever is asked for; not after an I/O queue was created."""
 
     def default_of(self, selector: int) -> int:
         return self.fields.encode(NSQ=IO_QUEUES - 1, NCQ=IO_QUEUES - 1)  # 0's based
 
-    def set(self, controller: Controller, sqe: SubmissionEntry) -> Completion:
+    async def set(self, controller: Controller, sqe: SubmissionEntry) -> Completion:
         if 0xFFFF in self.fields.decode(sqe.cdw11).values():
             raise CommandError(Status.INVALID_FIELD, location=CDW11_LOCATION)
         if controller.io_queues_created:
@@ -185,7 +197,7 @@ class Timestamp(Feature):
         prp.write(controller.memory, sqe, word.to_bytes(8, "little"))
         return SUCCESS
 
-    def set(self, controller: Controller, sqe: SubmissionEntry) -> Completion:
+    async def set(self, controller: Controller, sqe: SubmissionEntry) -> Completion:
         word = int.from_bytes(prp.read(controller.memory, sqe, 8), "little")
         values = controller.features
         values.timestamp_ms = self._DATA.get(word, "TIMESTAMP")
@@ -209,13 +221,16 @@ FEATURES: Final[dict[int, Feature]] = {
         "Temperature Threshold", fields=Bits(TMPTH=(0, 15), TMPSEL=(16, 19), THSEL=(20, 21))
     ),
     0x05: Feature("Error Recovery", fields=Bits(TLER=(0, 15), DULBE=(16, 16)), changeable=False, namespace=True),
-    0x06: Feature("Volatile Write Cache", default=1, fields=Bits(WCE=(0, 0)), changeable=False),
+    WRITE_CACHE: VolatileWriteCache("Volatile Write Cache", default=1, fields=Bits(WCE=(0, 0))),
     0x07: NumberOfQueues("Number of Queues", fields=Bits(NSQ=(0, 15), NCQ=(16, 31))),
     0x08: Feature("Interrupt Coalescing", fields=Bits(THR=(0, 7), TIME=(8, 15)), changeable=False),
     0x09: InterruptVectorConfiguration("Interrupt Vector Configuration", fields=Bits(IV=(0, 15), CD=(16, 16))),
     0x0A: Feature("Write Atomicity Normal", fields=Bits(DN=(0, 0))),  # AWUN = AWUPF: both are honoured
-    ASYNC_EVENT: AsynchronousEvents("Asynchronous Event Configuration", fields=Bits(SMART=(0, 5), NAN=(8, 8))),
+    ASYNC_EVENT: AsynchronousEvents(
+        "Asynchronous Event Configuration", fields=Bits(SMART=(0, 5), NAN=(8, 8), LBASIN=(13, 13))
+    ),
     TIMESTAMP: Timestamp("Timestamp"),
+    0x15: Feature("LBA Status Information Attributes", fields=Bits(LSIRI=(0, 15), LSIPI=(16, 31)), changeable=False),
     0x19: HostProfile("I/O Command Set Profile", fields=Bits(IOCSCI=(0, 8))),
 }
 
@@ -236,6 +251,17 @@ class FeatureValues:
     def namespace_notices(self) -> bool:
         """The host asked for Namespace Attribute Notices."""
         return bool(self._events("NAN"))
+
+    @property
+    def lba_status_notices(self) -> bool:
+        """The host asked for LBA Status Information Notices."""
+        return bool(self._events("LBASIN"))
+
+    @property
+    def write_through(self) -> bool:
+        """The host has switched the volatile write cache off."""
+        row = FEATURES[WRITE_CACHE]
+        return not self.values.get((row.name, 0), row.default)
 
     @property
     def smart_warnings(self) -> int:
@@ -305,4 +331,4 @@ async def set_features(controller: Controller, sqe: SubmissionEntry, token: int)
     if SET_CDW10.get(sqe.cdw10, "SV"):
         raise CommandError(Status.FEATURE_NOT_SAVEABLE, location=CDW10_LOCATION + 3)
     _check_nsid(controller, row, sqe.nsid, setting=True)
-    return row.set(controller, sqe)
+    return await row.set(controller, sqe)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from dpu.layout import MDTS, QUEUE_ENTRIES_MAX
+from dpu.layout import COPY_MAX, MDTS, QUEUE_ENTRIES_MAX, TRANSFER_MAX
 from dpu.nvme import errorlog, events, prp, registers
 from dpu.nvme.bits import Bits
 from dpu.nvme.commands import SUCCESS
@@ -24,6 +24,7 @@ from dpu.nvme.interfaces import Completion, NamespaceInfo
 from dpu.nvme.wire import (
     CDW10_LOCATION,
     CDW11_LOCATION,
+    COPY_RANGES_MAX,
     NSID_LOCATION,
     IdentifyController,
     IdentifyNamespace,
@@ -48,12 +49,23 @@ CSI_NVM: Final = 0
 _THIS_CONTROLLER: Final = 0xFFFF
 _NSID_LIST_MAX: Final = 1024
 
-OAES: Final = Bits(NAN=(8, 8))
-OACS: Final = Bits(DBCS=(8, 8))
+OAES: Final = Bits(NAN=(8, 8), LSIAN=(13, 13))
+OACS: Final = Bits(DBCS=(8, 8), GLSS=(9, 9))
 FRMW: Final = Bits(FFSRO=(0, 0), NOFS=(1, 3))
 LPA: Final = Bits(SMARTS=(0, 0), CSES=(1, 1), LPEDS=(2, 2), MLPS=(5, 5))
 SIZES: Final = Bits(REQUIRED=(0, 3), MAXIMUM=(4, 7))
-ONCS: Final = Bits(NVMCMPS=(0, 0), NVMDSMSV=(2, 2), NVMWZSV=(3, 3), NVMSFS=(4, 4), TSS=(6, 6))
+ONCS: Final = Bits(
+    NVMCMPS=(0, 0),
+    NVMWUSV=(1, 1),
+    NVMDSMSV=(2, 2),
+    NVMWZSV=(3, 3),
+    NVMSFS=(4, 4),
+    TSS=(6, 6),
+    NVMVFYS=(7, 7),
+    NVMCPYS=(8, 8),
+)
+OCFS_FORMAT_0: Final = 1 << 0
+NSFEAT: Final = Bits(NSABP=(1, 1))  # the namespace's atomic sizes are its own
 VWC: Final = Bits(VWCP=(0, 0), FB=(1, 2))
 _FLUSH_BROADCAST: Final = 0b11  # Flush with NSID FFFFFFFFh flushes every namespace
 _DLFEAT_ZEROES: Final = 0b001
@@ -89,10 +101,10 @@ def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
             ver=registers.VERSION,
             rtd3r=_RTD3_US,
             rtd3e=_RTD3_US,
-            oaes=OAES.encode(NAN=1),
+            oaes=OAES.encode(NAN=1, LSIAN=1),
             cntrltype=1,  # I/O controller
             nvmsr=1,  # a storage device
-            oacs=OACS.encode(DBCS=int(controller.shadow_doorbells)),
+            oacs=OACS.encode(DBCS=int(controller.shadow_doorbells), GLSS=1),
             acl=3,  # 0's based
             aerl=events.LIMIT - 1,  # 0's based
             frmw=FRMW.encode(FFSRO=1, NOFS=1),
@@ -106,10 +118,11 @@ def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
             cqes=SIZES.encode(REQUIRED=registers.IOCQES, MAXIMUM=registers.IOCQES),
             maxcmd=QUEUE_ENTRIES_MAX,
             nn=subsystem.max_namespaces,
-            oncs=ONCS.encode(NVMCMPS=1, NVMDSMSV=1, NVMWZSV=1, NVMSFS=1, TSS=1),
+            oncs=ONCS.mask(),
             vwc=VWC.encode(VWCP=1, FB=_FLUSH_BROADCAST),
-            awun=0,  # 0's based: one block, as little as can be said
+            awun=0,  # 0's based: one block, as little as can be said; a namespace may say more
             awupf=0,  # 0's based
+            ocfs=OCFS_FORMAT_0,
             icsvscc=1,
             subnqn=subsystem.nqn.encode(),
         )
@@ -128,6 +141,12 @@ def _namespace(controller: Controller, sqe: SubmissionEntry) -> bytes:
             nlbaf=0,  # 0's based: the one format in use
             flbas=0,
             dlfeat=_DLFEAT_ZEROES if info.supports_discard else 0,
+            nsfeat=NSFEAT.encode(NSABP=info.atomic_bytes > 0),
+            nawun=max(info.atomic_bytes // info.block_size - 1, 0),  # 0's based
+            nawupf=max(info.atomic_bytes // info.block_size - 1, 0),  # 0's based
+            mssrl=TRANSFER_MAX // info.block_size,
+            mcl=COPY_MAX // info.block_size,
+            msrc=COPY_RANGES_MAX - 1,  # 0's based
             nsattr=_attributes(info),
             nguid=tuple(info.nguid),
             eui64=tuple(info.eui64),

@@ -42,6 +42,8 @@ class NamespaceInfo:
         All zero means "none"
     :param supports_discard: deallocated blocks read as zeroes afterwards
     :param readonly: writes are refused with Namespace is Write Protected
+    :param atomic_bytes: a Write of so many bytes is wholly done or not at all, also when a worker dies; 0: of one
+        block
     """
 
     nsid: int
@@ -53,6 +55,7 @@ class NamespaceInfo:
     product: str = ""
     supports_discard: bool = False
     readonly: bool = False
+    atomic_bytes: int = 0
 
 
 class SubsystemView(Protocol):
@@ -116,6 +119,12 @@ class DataPlane(Protocol):
         """
 
     def set_mask(self, intms: int) -> None: ...
+
+    def set_write_through(self, on: bool) -> None:
+        """Whether every write is durable when it completes. Off after ``close_all``."""
+
+    def unrecoverable(self, nsid: int, lba: int, count: int, limit: int) -> list[tuple[int, int]]:
+        """The first ``limit`` runs (block, length) in a range of an active namespace that Read will fail on."""
 
     def complete(self, token: int, completion: Completion) -> None:
         """Complete a parked command.

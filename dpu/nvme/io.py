@@ -1,9 +1,10 @@
-"""I/O commands on a file, carried out by control in a thread.
+"""I/O commands that control carries out, on files in a thread.
 
-The compiled stage does I/O through io_uring; what it hands over is Compare, and, where the kernel does not allow
-io_uring, everything on files. The LBA range was checked before.
+The compiled stage does I/O through io_uring; what it hands over is Write Uncorrectable, for every back end, Compare,
+Verify and Copy on files, and, where the kernel does not allow io_uring, everything on files. LBA ranges and marks of
+source blocks were checked before.
 
-Use: ``await execute(sqe, memory, subsystem)``. Errors: none; what fails is a status.
+Use: ``await execute(sqe, memory, subsystem, durable)``. Errors: none; what fails is a status.
 Source: NVM Command Set Specification 1.0, section 3.2.
 """
 
@@ -17,16 +18,17 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from dpu.backends import Backend
+from dpu.layout import COPY_MAX, TRANSFER_MAX
 from dpu.nvme import prp
 from dpu.nvme.errors import CommandError
 from dpu.nvme.interfaces import Completion, GuestMemory
-from dpu.nvme.wire import BROADCAST_NSID, DsmRange, NvmOpcode, Status, SubmissionEntry
+from dpu.nvme.wire import BROADCAST_NSID, CDW12_COPY_NR, CopyRange, DsmRange, NvmOpcode, Status, SubmissionEntry
 
 _FUA = 1 << 30  # CDW12
 _DEALLOCATE = 1 << 2  # CDW11
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-_ZEROES_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -39,24 +41,30 @@ class Subsystem(Protocol):
     def backend(self, nsid: int) -> Backend: ...
 
 
-async def execute(sqe: bytes, memory: GuestMemory, subsystem: Subsystem) -> Completion:
-    """Do one command; guest memory is read before the thread begins and written after it has ended."""
+async def execute(sqe: bytes, memory: GuestMemory, subsystem: Subsystem, durable: bool) -> Completion:
+    """Do one command; guest memory is read before the thread begins and written after it has ended.
+
+    :param durable: writes are to be durable also without Force Unit Access
+    """
     entry = SubmissionEntry.from_buffer_copy(sqe)
+    durable = durable or bool(entry.cdw12 & _FUA)
     try:
-        await _dispatch(entry, memory, subsystem)
+        if entry.opcode == NvmOpcode.COPY:
+            return await _copy(entry, memory, subsystem.backend(entry.nsid), durable)
+        await _dispatch(entry, memory, subsystem, durable)
     except CommandError as error:
         return Completion(error.status.field(dnr=error.dnr))
     except KeyError:
         return Completion(Status.INVALID_NAMESPACE_OR_FORMAT.field(dnr=True))
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            return Completion(Status.CAPACITY_EXCEEDED.field(dnr=True))
-        reading = entry.opcode in (NvmOpcode.READ, NvmOpcode.COMPARE)
-        return Completion(Status.UNRECOVERED_READ_ERROR if reading else Status.WRITE_FAULT)
+        if entry.opcode == NvmOpcode.WRITE_UNCORRECTABLE:  # no memory for marks
+            return Completion(Status.INTERNAL_ERROR)
+        reading = entry.opcode in (NvmOpcode.READ, NvmOpcode.COMPARE, NvmOpcode.VERIFY)
+        return Completion(Status.UNRECOVERED_READ_ERROR if reading else _write_status(error))
     return Completion(Status.SUCCESS)
 
 
-async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subsystem) -> None:
+async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subsystem, durable: bool) -> None:
     op = entry.opcode
     if op == NvmOpcode.FLUSH:
         nsids = list(subsystem.by_nsid) if entry.nsid == BROADCAST_NSID else [entry.nsid]
@@ -68,9 +76,15 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
     if op == NvmOpcode.DATASET_MANAGEMENT:
         await _deallocate(entry, memory, backend)
         return
-    lba = entry.cdw10 | entry.cdw11 << 32
-    offset, length = lba * backend.block_size, ((entry.cdw12 & 0xFFFF) + 1) * backend.block_size  # NLB is 0's based
-    if op in (NvmOpcode.READ, NvmOpcode.COMPARE):
+    lba, blocks = entry.cdw10 | entry.cdw11 << 32, (entry.cdw12 & 0xFFFF) + 1  # NLB is 0's based
+    offset, length = lba * backend.block_size, blocks * backend.block_size
+    if op == NvmOpcode.WRITE_UNCORRECTABLE:
+        if backend.marks is None:
+            raise OSError(errno.ENOMEM, "no marks")
+        backend.marks.mark(lba, blocks)
+    elif op == NvmOpcode.VERIFY:
+        await asyncio.to_thread(_verify, backend.fd, length, offset)
+    elif op in (NvmOpcode.READ, NvmOpcode.COMPARE):
         expected = prp.read(memory, entry, length) if op == NvmOpcode.COMPARE else b""
         found = await asyncio.to_thread(_read, backend.fd, length, offset)
         if op == NvmOpcode.READ:
@@ -79,10 +93,48 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
             raise CommandError(Status.COMPARE_FAILURE)
     elif op == NvmOpcode.WRITE:
         data = prp.read(memory, entry, length)
-        await asyncio.to_thread(_write, backend.fd, data, offset, bool(entry.cdw12 & _FUA))
+        await asyncio.to_thread(_write, backend.fd, data, offset, durable)
+        _unmark(backend, lba, blocks)
     else:
         assert op == NvmOpcode.WRITE_ZEROES, op
-        await asyncio.to_thread(_zero, backend.fd, length, offset, bool(entry.cdw12 & _FUA))
+        await asyncio.to_thread(_zero, backend.fd, length, offset, durable)
+        _unmark(backend, lba, blocks)
+
+
+async def _copy(entry: SubmissionEntry, memory: GuestMemory, backend: Backend, durable: bool) -> Completion:
+    """Copy (NVM 3.2.2), range by range; DW0 of a failure is the first range that was not copied."""
+    count = (entry.cdw12 & CDW12_COPY_NR) + 1  # 0's based
+    data = prp.read(memory, entry, 32 * count)
+    ranges = [CopyRange.from_buffer_copy(data, 32 * i) for i in range(count)]
+    lba, size = entry.cdw10 | entry.cdw11 << 32, backend.block_size
+    lengths = [(one.nlb + 1) * size for one in ranges]  # 0's based
+    # All was checked before, but the guest may have changed its ranges since.
+    if max(lengths) > TRANSFER_MAX or sum(lengths) > COPY_MAX:
+        raise CommandError(Status.COMMAND_SIZE_LIMIT_EXCEEDED)
+    ends = [one.slba * size + length for one, length in zip(ranges, lengths)]
+    if max(*ends, lba * size + sum(lengths)) > backend.size_bytes:
+        raise CommandError(Status.LBA_OUT_OF_RANGE)
+    for i, (one, length) in enumerate(zip(ranges, lengths)):
+        try:
+            blocks = await asyncio.to_thread(_read, backend.fd, length, one.slba * size)
+        except OSError:
+            return Completion(Status.UNRECOVERED_READ_ERROR, i)
+        try:
+            await asyncio.to_thread(_write, backend.fd, blocks, lba * size, durable)
+        except OSError as error:
+            return Completion(_write_status(error), i)
+        _unmark(backend, lba, length // size)
+        lba += length // size
+    return Completion(Status.SUCCESS)
+
+
+def _write_status(error: OSError) -> int:
+    return Status.CAPACITY_EXCEEDED.field(dnr=True) if error.errno in _NO_ROOM else Status.WRITE_FAULT
+
+
+def _unmark(backend: Backend, lba: int, blocks: int) -> None:
+    if backend.marks is not None:
+        backend.marks.clear(lba, blocks)
 
 
 async def _deallocate(entry: SubmissionEntry, memory: GuestMemory, backend: Backend) -> None:
@@ -106,6 +158,11 @@ def _read(fd: int, length: int, offset: int) -> bytes:
     return data
 
 
+def _verify(fd: int, length: int, offset: int) -> None:
+    for at in range(offset, offset + length, _CHUNK_BYTES):
+        _read(fd, min(_CHUNK_BYTES, offset + length - at), at)
+
+
 def _write(fd: int, data: bytes, offset: int, durable: bool) -> None:
     if os.pwrite(fd, data, offset) != len(data):
         raise OSError(errno.ENOSPC, "short write")
@@ -115,8 +172,8 @@ def _write(fd: int, data: bytes, offset: int, durable: bool) -> None:
 
 def _zero(fd: int, length: int, offset: int, durable: bool) -> None:
     if not _punch(fd, length, offset):
-        for at in range(offset, offset + length, _ZEROES_BYTES):
-            _write(fd, bytes(min(_ZEROES_BYTES, offset + length - at)), at, False)
+        for at in range(offset, offset + length, _CHUNK_BYTES):
+            _write(fd, bytes(min(_CHUNK_BYTES, offset + length - at)), at, False)
     if durable:
         os.fdatasync(fd)
 

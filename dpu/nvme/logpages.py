@@ -44,6 +44,7 @@ CDW11: Final = Bits(NUMDU=(0, 15), LSI=(16, 31))
 CDW14: Final = Bits(UUID=(0, 6), OT=(23, 23), CSI=(24, 31))
 
 CHANGED_NAMESPACES: Final = 0x04
+LBA_STATUS: Final = 0x0E
 _CHANGED_MAX: Final = 1024
 _SUPPORTED: Final = Bits(LSUPP=(0, 0), IOS=(1, 1))  # Base figure 204
 _FEATURE: Final = Bits(FSUPP=(0, 0), UDCC=(1, 1), FSP=(20, 31))  # Base figure 256
@@ -106,6 +107,10 @@ def _changed(controller: Controller, nsid: int) -> bytes:
     return struct.pack(f"<{len(changed)}I", *changed).ljust(4096, b"\0")
 
 
+def _lba_status(controller: Controller, nsid: int) -> bytes:
+    return controller.lba_status.page(controller)
+
+
 def _effects(controller: Controller, nsid: int) -> bytes:
     admin = {opcode: row.effects for opcode, row in controller.commands.items()}
     if not controller.shadow_doorbells:
@@ -132,6 +137,7 @@ LOG_PAGES: Final[dict[int, LogPage]] = {
     0x03: LogPage(_firmware),  # Firmware Slot Information
     CHANGED_NAMESPACES: LogPage(_changed),  # Changed Namespace List
     0x05: LogPage(_effects, csi=True),  # Commands Supported and Effects
+    LBA_STATUS: LogPage(_lba_status),  # LBA Status Information
     0x12: LogPage(_feature_effects),  # Feature Identifiers Supported and Effects
     0x13: LogPage(_mi_effects),  # NVMe-MI Commands Supported and Effects
 }
@@ -158,6 +164,8 @@ async def get_log_page(controller: Controller, sqe: SubmissionEntry, token: int)
     if not CDW10.get(sqe.cdw10, "RAE"):
         if lid == CHANGED_NAMESPACES:
             controller.changed_namespaces.clear()
+        if lid == LBA_STATUS:
+            controller.lba_status.release()
         controller.events.retire(lid)
     return SUCCESS
 

@@ -65,6 +65,7 @@ PRP2_LOCATION: Final = 32
 CDW10_LOCATION: Final = 40
 CDW11_LOCATION: Final = 44
 CDW12_LOCATION: Final = 48
+CDW13_LOCATION: Final = 52
 CDW14_LOCATION: Final = 56
 
 FLAGS_FUSE: Final = 0x03  # SubmissionEntry.flags: CDW0 09:08
@@ -100,6 +101,32 @@ class DsmRange(LittleEndianStructure):
 
 
 DSM_RANGES_MAX: Final = 256  # CDW10 NR is 8 bits, 0's based
+
+
+class CopyRange(LittleEndianStructure):
+    """Source Range Entry of Copy, Descriptor Format 0h, 32 bytes (NVM figure 33). ``nlb`` is 0's based."""
+
+    rsvd0: int
+    slba: int
+    nlb: int
+    rsvd18: int
+    rsvd20: int
+    eilbrt: int
+    elbat: int
+    elbatm: int
+    _fields_ = [
+        ("rsvd0", c_uint64),
+        ("slba", c_uint64),
+        ("nlb", c_uint16),
+        ("rsvd18", c_uint16),
+        ("rsvd20", c_uint32),
+        ("eilbrt", c_uint32),
+        ("elbat", c_uint16),
+        ("elbatm", c_uint16),
+    ]
+
+
+COPY_RANGES_MAX: Final = 128  # MSRC is 127, 0's based: the descriptors fill one page
 
 
 class AdminOpcode(enum.IntEnum):
@@ -152,6 +179,10 @@ CDW12_DEAC: Final = 1 << 25  # Write Zeroes only
 CDW12_PRINFO: Final = 0xF << 26
 CDW12_FUA: Final = 1 << 30
 CDW12_LR: Final = 1 << 31
+CDW12_PRACT: Final = 1 << 29  # of PRINFO
+# CDW12 of Copy (NVM figure 31).
+CDW12_COPY_NR: Final = 0xFF  # 0's based
+CDW12_COPY_FORMAT: Final = 0xF00
 # CDW11 of Dataset Management (NVM figure 39).
 CDW11_DSM_AD: Final = 1 << 2
 
@@ -245,6 +276,7 @@ class Status(enum.IntEnum):
 assert ctypes.sizeof(SubmissionEntry) == 64
 assert ctypes.sizeof(CompletionEntry) == 16
 assert ctypes.sizeof(DsmRange) == 16
+assert ctypes.sizeof(CopyRange) == 32
 
 
 class PowerState(LittleEndianStructure):
@@ -334,7 +366,7 @@ class IdentifyController(LittleEndianStructure):
         ("icsvscc", c_uint8),
         ("nwpc", c_uint8),
         ("acwu", c_uint16),
-        ("cdfs", c_uint16),
+        ("ocfs", c_uint16),
         ("sgls", c_uint32),
         ("mnan", c_uint32),
         ("maxdna", c_uint8 * 16),

@@ -60,6 +60,8 @@ DELETE_SQ, CREATE_SQ, GET_LOG, DELETE_CQ, CREATE_CQ, IDENTIFY, ABORT = (
 )
 SET_FEATURES, GET_FEATURES, AER, DBBUF_CONFIG = 0x09, 0x0A, 0x0C, 0x7C
 FLUSH, WRITE, READ, COMPARE, WRITE_ZEROES, DSM = 0x00, 0x01, 0x02, 0x05, 0x08, 0x09
+WRITE_UNCORRECTABLE, VERIFY, COPY = 0x04, 0x0C, 0x19
+KEEP_ALIVE, GET_LBA_STATUS = 0x18, 0x86
 
 # Status: (SCT << 8) | SC (Base 3.3.3.2)
 OK, INVALID_OPCODE, INVALID_FIELD, CID_CONFLICT, DATA_TRANSFER_ERROR = 0x000, 0x001, 0x002, 0x003, 0x004
@@ -67,7 +69,7 @@ ABORTED_BY_REQUEST, ABORTED_SQ_DELETION, INVALID_NAMESPACE, SEQUENCE_ERROR = 0x0
 PRP_OFFSET_INVALID, WRITE_PROTECTED, LBA_OUT_OF_RANGE = 0x013, 0x020, 0x080
 CQ_INVALID, INVALID_QID, INVALID_QSIZE, AER_LIMIT, INVALID_VECTOR = 0x100, 0x101, 0x102, 0x105, 0x108
 INVALID_LOG_PAGE, INVALID_QUEUE_DELETION, NOT_SAVEABLE, NOT_CHANGEABLE = 0x109, 0x10C, 0x10D, 0x10E
-COMPARE_FAILURE = 0x285
+SIZE_LIMIT_EXCEEDED, UNRECOVERED_READ_ERROR, COMPARE_FAILURE = 0x183, 0x281, 0x285
 
 SQE = struct.Struct("<BBHIIIQQQIIIIII")  # opcode, flags, CID, NSID, CDW2, CDW3, MPTR, PRP1, PRP2, CDW10..CDW15
 CQE = struct.Struct("<IIHHHH")  # DW0, DW1, SQHD, SQID, CID, phase and status
@@ -760,6 +762,45 @@ class Nvme:
 
     def dsm(self, sq: SubmissionQueue, nsid: int, ranges: Sequence[tuple[int, int]], attributes: int = 4) -> int:
         return self.wait(self.submit_dsm(sq, nsid, ranges, attributes=attributes))[0].status
+
+    def blocks(self, sq: SubmissionQueue, opcode: int, nsid: int, slba: int, blocks: int) -> int:
+        """A command that names blocks and has no data: Verify, Write Uncorrectable. Its status."""
+        cdw = [slba & 0xFFFFFFFF, slba >> 32, blocks - 1]  # NLB is 0's based
+        return self.execute(sq, opcode, nsid=nsid, cdw=cdw).status
+
+    def copy(
+        self,
+        sq: SubmissionQueue,
+        nsid: int,
+        target: int,
+        ranges: Sequence[tuple[int, int]],
+        *,
+        descriptor_format: int = 0,
+        fua: bool = False,
+    ) -> Completion:
+        """Copy (NVM 3.2.2) of (slba, blocks) ranges."""
+        data = b"".join(struct.pack("<8xQH14x", slba, blocks - 1) for slba, blocks in ranges)  # NLB is 0's based
+        buffer = self.ram.buffer(len(data))
+        buffer.fill(data)
+        prp1, prp2, pages = self.prps(buffer.iova, len(data))
+        cdw = [target & 0xFFFFFFFF, target >> 32, len(ranges) - 1 | descriptor_format << 8 | fua << 30]
+        completion = self.execute(sq, COPY, nsid=nsid, prp1=prp1, prp2=prp2, cdw=cdw, pages=pages)
+        self.ram.free_buffer(buffer)
+        return completion
+
+    def lba_status(
+        self, nsid: int, slba: int, length: int = 0, *, action: int = 0x11, room: int = 64
+    ) -> tuple[int, list[tuple[int, int, int]]]:
+        """Get LBA Status (NVM 4.2.1): the completion condition and (block, blocks, status) of each descriptor."""
+        size = 8 + 16 * room
+        buffer = self.ram.buffer(size)
+        prp1, prp2, pages = self.prps(buffer.iova, size)
+        cdw = [slba & 0xFFFFFFFF, slba >> 32, size // 4 - 1, length | action << 24]
+        self.admin(GET_LBA_STATUS, nsid=nsid, prp1=prp1, prp2=prp2, cdw=cdw, pages=pages)
+        count, condition = struct.unpack_from("<IB", buffer.view)
+        found = [struct.unpack_from("<QIxB", buffer.view, 8 + 16 * i) for i in range(count)]
+        self.ram.free_buffer(buffer)
+        return condition, [(lba, run + 1, status) for lba, run, status in found]  # NLB is 0's based
 
     def flush(self, sq: SubmissionQueue, nsid: int) -> int:
         return self.execute(sq, FLUSH, nsid=nsid).status

@@ -76,6 +76,8 @@ class Plane:
         self.closings = 0
         self.completed: list[tuple[int, Completion]] = []
         self.counts: dict[int, Counters] = {}
+        self.write_through: list[bool] = []
+        self.bad: dict[int, set[int]] = {}  # nsid -> blocks
 
     def _mapped(self, iova: int, length: int) -> None:
         if iova + length > RAM_BYTES:
@@ -127,6 +129,18 @@ class Plane:
     def complete(self, token: int, completion: Completion) -> None:
         self.completed.append((token, completion))
 
+    def set_write_through(self, on: bool) -> None:
+        self.write_through.append(on)
+
+    def unrecoverable(self, nsid: int, lba: int, count: int, limit: int) -> list[tuple[int, int]]:
+        runs: list[tuple[int, int]] = []
+        for block in sorted(b for b in self.bad.get(nsid, ()) if lba <= b < lba + count):
+            if runs and sum(runs[-1]) == block:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((block, 1))
+        return runs[:limit]
+
     def counters(self, nsid: int) -> Counters:
         return self.counts.get(nsid, Counters())
 
@@ -148,6 +162,7 @@ class Subsystem:
                 eui64=bytes(range(0x21, 0x29)),
                 uuid=bytes(range(0x41, 0x51)),
                 supports_discard=True,
+                atomic_bytes=256 << 10,
             ),
             NamespaceInfo(
                 nsid=3,

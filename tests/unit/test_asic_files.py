@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from dpu import layout
-from dpu.backends import FileBackend
+from dpu.backends import FileBackend, Marks
 from dpu.errors import EmuError
 from dpu.fastpath.uring import Ring
 from tests.support import nvme_driver as nv
@@ -100,6 +100,45 @@ def test_transfer_is_one_vectored_request(
     assert iovecs(request) == [(find(first.iova, PAGE, 3), PAGE), (find(last, PAGE, 3), PAGE)]
     assert not queue.cq.reap()
     assert finish(lab, ring, queue, (request, 2 * PAGE)) == [(0, nv.OK, False)]
+
+
+def test_without_a_write_cache_every_write_is_durable(lab: Lab, ring: FakeRing, queue: GuestSq) -> None:
+    """Set Features, Volatile Write Cache off: as if FUA were set in each command (Base 5.27.1.4)."""
+    lab.plane.set_write_through(True)
+    memory = lab.kept.ram.buffer(PAGE)
+    for opcode in (nv.WRITE, nv.READ, nv.WRITE_ZEROES):
+        queue.io(opcode, 0, 8, memory.iova, nsid=NS_FILE)
+    queue.ring()
+    write, read, punch, sync = asked(lab, ring)
+    assert (write.opcode, write.op_flags, read.op_flags) == (WRITEV, RWF_DSYNC, 0)
+    assert (punch.opcode, punch.flags, sync.opcode, sync.op_flags) == (FALLOCATE, LINK, FSYNC, FSYNC_DATASYNC)
+    finish(lab, ring, queue, (write, PAGE), (read, PAGE), (punch, 0), (sync, 0))
+    lab.plane.set_write_through(False)
+    queue.io(nv.WRITE, 0, 8, memory.iova, nsid=NS_FILE)
+    queue.ring()
+    assert [request.op_flags for request in asked(lab, ring)] == [0]
+
+
+def test_marks_go_when_the_write_has_succeeded(
+    lab: Lab, ring: FakeRing, queue: GuestSq, backend: FileBackend
+) -> None:
+    backend.marks = Marks.create(backend.num_blocks)
+    backend.marks.mark(3, 4)
+    lab.plane.set_marks(NS_FILE)
+    memory = lab.kept.ram.buffer(PAGE)
+    for result, left in ((-errno.EIO, [(3, 4)]), (512, [(3, 4)]), (1024, [(5, 2)])):
+        queue.io(nv.WRITE, 3, 2, memory.iova, nsid=NS_FILE)
+        queue.ring()
+        (request,) = asked(lab, ring)
+        assert backend.marks.ranges(0, backend.num_blocks) == [(3, 4)], "not before"
+        finish(lab, ring, queue, (request, result))
+        assert backend.marks.ranges(0, backend.num_blocks) == left
+    queue.io(nv.READ, 4, 2, memory.iova, nsid=NS_FILE)
+    queue.io(nv.READ, 3, 2, memory.iova, nsid=NS_FILE)
+    queue.ring()
+    (request,) = asked(lab, ring)
+    assert request.offset == 3 * UNIT
+    assert finish(lab, ring, queue, (request, 1024))[-1][1:] == (nv.OK, False)
 
 
 @pytest.mark.parametrize(

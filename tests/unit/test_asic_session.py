@@ -100,7 +100,7 @@ def slow_io(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Event]:
     """I/O in threads that lasts until its event is set."""
     events: list[asyncio.Event] = []
 
-    async def execute(sqe: bytes, memory: Any, subsystem: Any) -> Completion:
+    async def execute(sqe: bytes, memory: Any, subsystem: Any, durable: bool) -> Completion:
         events.append(asyncio.Event())
         await events[-1].wait()
         return Completion(0)
@@ -203,6 +203,15 @@ def test_doorbells_that_came_as_messages(bench: Bench, index: int, value: int, t
     run(lambda: bench.client.region_write(0, 0x1000 + 4 * index, value.to_bytes(4, "little"), False))
     assert int(bench.plane.doorbells[index]) == value
     assert reports == ([(index // 2, index >= 4)] if told else [])
+
+
+def test_doorbell_messages_to_a_disabled_controller_tell_nobody(bench: Bench) -> None:
+    """As the poller has it: Linux still rings the doorbells of a controller that it has just disabled."""
+    bench.client.controller.doorbell_error = None  # type: ignore[method-assign, assignment]
+    bench.plane.sqs[0].live = 0
+    run(lambda: bench.client.region_write(0, 0x1000, (3).to_bytes(4, "little"), False))
+    run(lambda: bench.client.region_write(0, 0x1000 + 16, (3).to_bytes(4, "little"), False))
+    assert not bench.client._changed
 
 
 @pytest.mark.parametrize("kind", ["pipe", "file", "socket"])

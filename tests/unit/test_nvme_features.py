@@ -23,9 +23,10 @@ DEFAULTS = {
     0x0A: (0, 0),
     0x0B: (0, 0),
     0x0E: (0, 0),
+    0x15: (0, 0),
     0x19: (0, 0),
 }
-CHANGEABLE = {0x02, 0x04, 0x07, 0x09, 0x0A, 0x0B, 0x0E, 0x19}
+CHANGEABLE = {0x02, 0x04, 0x06, 0x07, 0x09, 0x0A, 0x0B, 0x0E, 0x19}
 
 
 def get(host: Host, fid: int, select: int = CURRENT, cdw11: int = 0, nsid: int = 0) -> tuple[int, int]:
@@ -64,7 +65,15 @@ def test_features_that_do_not_exist(fid: int) -> None:
 
 @pytest.mark.parametrize(
     ("fid", "same", "other"),
-    [(0x01, 7, 0), (0x05, 0, 1), (0x05, 0, 1 << 16), (0x06, 1, 0), (0x08, 0, 1), (0x08, 0, 1 << 8)],
+    [
+        (0x01, 7, 0),
+        (0x05, 0, 1),
+        (0x05, 0, 1 << 16),
+        (0x08, 0, 1),
+        (0x08, 0, 1 << 8),
+        (0x15, 0, 1),
+        (0x15, 0, 1 << 16),
+    ],
 )
 def test_what_is_fixed_takes_its_value_only(fid: int, same: int, other: int) -> None:
     host = Host()
@@ -119,6 +128,23 @@ def test_temperature_thresholds() -> None:
     assert get(host, 0x04, cdw11=15 << 16)[0] == INVALID_FIELD
 
 
+def test_volatile_write_cache() -> None:
+    """Switched off: what was written before is made durable, and each write from then on; until a reset."""
+    host = Host()
+    assert put(host, 0x06, 0) == 0
+    assert (get(host, 0x06), host.plane.flushes, host.plane.write_through) == ((0, 0), 1, [True])
+    host.next_worker()
+    assert (get(host, 0x06), host.plane.write_through) == ((0, 0), [True])
+    assert put(host, 0x06, 1) == 0
+    assert (get(host, 0x06), host.plane.flushes, host.plane.write_through) == ((0, 1), 0, [True, False])
+    put(host, 0x06, 0)
+    host.write32(0x14, 0)
+    host.write32(0x14, CC_ENABLE)
+    assert get(host, 0x06) == (0, 1)
+    host.next_worker()
+    assert host.plane.write_through == [False]
+
+
 def test_number_of_queues() -> None:
     host = Host()
     result = host.submit(0x09, cdw={10: 0x07, 11: 1 << 16 | 1})
@@ -149,11 +175,11 @@ def test_interrupt_vector_configuration() -> None:
 
 def test_asynchronous_event_configuration() -> None:
     host = Host()
-    assert put(host, 0x0B, 1 << 8 | 0x3F) == 0
-    assert get(host, 0x0B) == (0, 1 << 8 | 0x3F)
-    for bit in (6, 7, 9, 10, 11, 12, 13, 14, 15, 27, 31):
+    assert put(host, 0x0B, 1 << 13 | 1 << 8 | 0x3F) == 0
+    assert get(host, 0x0B) == (0, 1 << 13 | 1 << 8 | 0x3F)
+    for bit in (6, 7, 9, 10, 11, 12, 14, 15, 27, 31):
         assert put(host, 0x0B, 1 << bit) == INVALID_FIELD
-    assert get(host, 0x0B) == (0, 1 << 8 | 0x3F)
+    assert get(host, 0x0B) == (0, 1 << 13 | 1 << 8 | 0x3F)
 
 
 def test_command_set_profile() -> None:

@@ -36,10 +36,10 @@ def test_identify_controller() -> None:
     assert data[77] == 6  # MDTS
     assert u16(data, 78) == 5  # CNTLID
     assert u32(data, 80) == 0x00020000  # VER
-    assert u32(data, 92) == 1 << 8  # OAES: namespace attribute notices
+    assert u32(data, 92) == 1 << 8 | 1 << 13  # OAES: namespace attribute and LBA status information notices
     assert u32(data, 96) == 0  # CTRATT
     assert data[111] == 1  # CNTRLTYPE: I/O controller
-    assert u16(data, 256) == 1 << 8  # OACS: Doorbell Buffer Config
+    assert u16(data, 256) == 1 << 8 | 1 << 9  # OACS: Doorbell Buffer Config, Get LBA Status
     assert data[258] == 3  # ACL
     assert data[259] == 3  # AERL
     assert data[260] == 0b0011  # FRMW: one slot, read-only
@@ -48,16 +48,18 @@ def test_identify_controller() -> None:
     assert data[263] == 0  # NPSS
     assert data[264] == 1  # AVSCC
     assert (u16(data, 266), u16(data, 268)) == (343, 353)  # WCTEMP, CCTEMP
-    assert u16(data, 320) == 0  # KAS
+    assert u16(data, 320) == 0  # KAS: no Keep Alive, which is optional on PCIe
     assert data[512] == 0x66  # SQES
     assert data[513] == 0x44  # CQES
     assert u16(data, 514) == 1024  # MAXCMD
     assert u32(data, 516) == 8  # NN
-    assert u16(data, 520) == 0b1011101  # ONCS: Compare, DSM, Write Zeroes, Save/Select, Timestamp
+    # ONCS: Compare, Write Uncorrectable, DSM, Write Zeroes, Save/Select, Timestamp, Verify, Copy; no Reservations
+    assert u16(data, 520) == 0b1_1101_1111
     assert u16(data, 522) == 0  # FUSES
     assert data[524] == 0  # FNA
     assert data[525] == 0b111  # VWC: present, Flush of FFFFFFFFh supported
     assert (u16(data, 526), u16(data, 528)) == (0, 0)  # AWUN, AWUPF: one block
+    assert u16(data, 534) == 1  # OCFS: Copy Descriptor Format 0h
     assert u32(data, 536) == 0  # SGLS
     assert data[768:1024] == b"nqn.2026-01.org.example:unit".ljust(256, b"\0")
     assert data[2048:2080] == bytes(32)  # PSD0
@@ -68,9 +70,12 @@ def test_identify_namespace() -> None:
     host = Host()
     data = host.identify(0x00, nsid=1)
     assert (u64(data, 0), u64(data, 8), u64(data, 16)) == (0x12345678,) * 3  # NSZE, NCAP, NUSE
-    assert data[24] == 0  # NSFEAT
+    assert data[24] == 0b10  # NSFEAT: NAWUN and NAWUPF are the namespace's own
     assert (data[25], data[26]) == (0, 0)  # NLBAF (0's based), FLBAS
     assert data[33] == 1  # DLFEAT: deallocated blocks read zeroes
+    # NAWUN, NAWUPF, NACWU, NABSN, NABO, NABSPF: 256 KiB, 0's based, without boundaries
+    assert [u16(data, at) for at in range(34, 46, 2)] == [511, 511, 0, 0, 0, 0]
+    assert (u16(data, 74), u32(data, 76), data[80]) == (512, 2048, 127)  # MSSRL, MCL, MSRC (0's based)
     assert data[99] == 0  # NSATTR
     assert data[104:120] == bytes(range(1, 17))  # NGUID
     assert data[120:128] == bytes(range(0x21, 0x29))  # EUI64
@@ -79,7 +84,9 @@ def test_identify_namespace() -> None:
 
     data = host.identify(0x00, nsid=3)
     assert u64(data, 0) == 77
-    assert data[33] == 0
+    assert (data[24], data[33]) == (0, 0)
+    assert (u16(data, 34), u16(data, 36)) == (0, 0)  # as the controller's AWUN, AWUPF: one block
+    assert (u16(data, 74), u32(data, 76)) == (64, 256)
     assert data[99] == 1  # write protected
     assert u32(data, 128) == 12 << 16
 

@@ -81,7 +81,7 @@ def run(memory: Memory, backends: dict[int, Backend], opcode: int, **fields: Any
     raw = SQE.pack(
         opcode, 0, 9, fields.get("nsid", 1), 0, 0, 0, fields.get("prp1", PAGE), fields.get("prp2", 0), *cdw
     )
-    return asyncio.run(io.execute(raw, memory, Subsystem(backends)))
+    return asyncio.run(io.execute(raw, memory, Subsystem(backends), fields.get("durable", False)))
 
 
 def test_write_and_read(memory: Memory, backend: FileBackend, synced: list[int]) -> None:
@@ -105,6 +105,8 @@ def test_fua_is_durable_before_the_completion(
 ) -> None:
     assert run(memory, {1: backend}, opcode, cdw=[0, 0, 7 | FUA]) == Completion(0)
     assert synced == [backend.fd]
+    assert run(memory, {1: backend}, opcode, cdw=[0, 0, 7], durable=True) == Completion(0)
+    assert synced == [backend.fd] * 2, "without a volatile write cache"
 
 
 def test_flush_of_one_and_of_all(memory: Memory, backend: FileBackend, synced: list[int], tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_write_zeroes(memory: Memory, backend: FileBackend, monkeypatch: pytest.
     """Also where the file system cannot punch holes: then zeroes are written, in pieces."""
     if not punch:
         monkeypatch.setattr(io, "_punch", lambda fd, length, offset: False)
-        monkeypatch.setattr(io, "_ZEROES_BYTES", 1000)
+        monkeypatch.setattr(io, "_CHUNK_BYTES", 1000)
     os.pwrite(backend.fd, b"\x5a" * UNIT * BLOCKS, 0)
     assert run(memory, {1: backend}, nv.WRITE_ZEROES, cdw=[3, 0, 1023]) == Completion(0)
     wanted = b"\x5a" * 3 * UNIT + bytes(1024 * UNIT) + b"\x5a" * (BLOCKS - 1027) * UNIT

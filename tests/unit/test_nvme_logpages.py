@@ -11,6 +11,7 @@ from tests.support.nvme_host import BUFFER, PAGE, UNMAPPED, Host
 
 INVALID_FIELD, INVALID_NAMESPACE, DATA_TRANSFER, PRP_OFFSET, INVALID_LOG = 0x002, 0x00B, 0x004, 0x013, 0x109
 PAGES = {0x00: 1024, 0x01: 64 * 64, 0x02: 512, 0x03: 512, 0x04: 4096, 0x05: 4096, 0x12: 1024, 0x13: 4096}
+PAGES |= {0x0E: 16}  # without unrecoverable blocks: its header
 
 
 def u128(data: bytes, offset: int) -> int:
@@ -74,7 +75,10 @@ def test_prp_list_rules() -> None:
     # The last entry of a list page points to the next list when more is needed.
     struct.pack_into("<Q", data, table + 0xFF8, chained)
     struct.pack_into("<2Q", data, chained, BUFFER + PAGE, BUFFER + 2 * PAGE)
+    data[BUFFER + PAGE : BUFFER + 3 * PAGE] = b"\xee" * 2 * PAGE
     assert _three_pages(host, table + 0xFF8) == 0
+    assert data[BUFFER + PAGE : BUFFER + 3 * PAGE] == bytes(2 * PAGE)
+    assert struct.unpack_from("<2Q", data, chained) == (BUFFER + PAGE, BUFFER + 2 * PAGE), "a list was taken for data"
     struct.pack_into("<Q", data, table + 0xFF8, chained + 8)  # a chained list must start its page
     assert _three_pages(host, table + 0xFF8) == PRP_OFFSET
     struct.pack_into("<Q", data, table + 0xFF8, table + 0xFF8)  # a loop
@@ -160,11 +164,13 @@ def test_effects_log() -> None:
     host = Host()
     words = struct.unpack("<512I", host.log(0x05, 4096)[:2048])
     admin = {opcode for opcode in range(256) if words[opcode]}
-    assert admin == {0x00, 0x01, 0x02, 0x04, 0x05, 0x06, 0x08, 0x09, 0x0A, 0x0C, 0x7C}
+    assert admin == {0x00, 0x01, 0x02, 0x04, 0x05, 0x06, 0x08, 0x09, 0x0A, 0x0C, 0x7C, 0x86}
     assert all(words[opcode] & 0xFFFFF == 1 for opcode in admin)  # CSUPP
-    assert all(words[opcode] >> 20 == 2 for opcode in admin)  # scope: controller
+    # scope: controller; of Get LBA Status a namespace
+    assert all(words[opcode] >> 20 == (1 if opcode == 0x86 else 2) for opcode in admin)
     io = {opcode: words[256 + opcode] & 0xFFFFF for opcode in range(256) if words[256 + opcode]}
-    assert io == {0x00: 1, 0x01: 3, 0x02: 1, 0x05: 1, 0x08: 3, 0x09: 3}  # CSUPP, LBCC
+    # CSUPP, LBCC
+    assert io == {0x00: 1, 0x01: 3, 0x02: 1, 0x04: 3, 0x05: 1, 0x08: 3, 0x09: 3, 0x0C: 1, 0x19: 3}
     assert host.log(0x05, 4096)[2048:] == bytes(2048)
     assert host.code(0x02, cdw={10: 0x05 | 3 << 16, 14: 2 << 24}) == INVALID_FIELD  # CSI: zoned
     assert host.code(0x02, cdw={10: 0x05 | 3 << 16, 14: 1 << 23}) == INVALID_FIELD  # offset type: index
@@ -173,7 +179,7 @@ def test_effects_log() -> None:
 def test_feature_effects_log() -> None:
     words = struct.unpack("<256I", Host().log(0x12, 1024))
     supported = {fid for fid, word in enumerate(words) if word & 1}
-    assert supported == {0x01, 0x02, 0x04, 0x05, 0x06, 0x07, 0x08, 0x09, 0x0A, 0x0B, 0x0E, 0x19}
+    assert supported == {0x01, 0x02, 0x04, 0x05, 0x06, 0x07, 0x08, 0x09, 0x0A, 0x0B, 0x0E, 0x15, 0x19}
     assert all(words[fid] >> 20 == (1 if fid == 0x05 else 2) for fid in supported)
 
 

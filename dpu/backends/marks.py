@@ -1,0 +1,101 @@
+"""Blocks that Write Uncorrectable has marked, until they are written again: a byte each, kept over a worker's death.
+
+Use: ``Marks.create(num_blocks)`` at the first Write Uncorrectable of a back end; ``mark`` and ``ranges`` for control,
+the addresses ``blocks`` and ``pages`` for the compiled stage, which looks and clears. A block has a byte, not a bit,
+because control marks while pollers clear. Only control marks, and nobody clears ``pages``.
+
+The memfd holds a byte of each MARK_PAGE blocks (some of them may be marked), then, from the next page on, a byte of
+each block. It is sparse: memory is taken for pages with marks only.
+
+Limits: ``BLOCKS_MAX`` blocks of address space, ``MEMORY_BYTES_MAX`` of memory. Beyond them ``mark`` and ``create``
+raise OSError (ENOSPC, EFBIG).
+Source: NVM Command Set Specification 1.0, section 3.2.7.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+from dpu.guestmap import Mapping
+from dpu.layout import MARK_PAGE_BITS, PAGE
+
+BLOCKS_MAX = 1 << 40
+MEMORY_BYTES_MAX = 256 << 20
+_CHUNK = 1 << 20
+_MARK_PAGE = 1 << MARK_PAGE_BITS
+assert _MARK_PAGE == PAGE  # bytes of marks are found page by page
+
+
+class Marks:
+    """:param fd: the memfd, owned from now on; the keeper holds a duplicate."""
+
+    def __init__(self, fd: int, num_blocks: int) -> None:
+        self.fd = fd
+        self.num_blocks = num_blocks
+        self._offset = _pages_bytes(num_blocks)
+        self._mapping = Mapping(fd, self._offset + num_blocks)
+        self.pages = self._mapping.host
+        self.blocks = self.pages + self._offset
+
+    @classmethod
+    def create(cls, num_blocks: int) -> Marks:
+        if num_blocks > BLOCKS_MAX:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        fd = os.memfd_create("marks", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, _pages_bytes(num_blocks) + num_blocks)
+            return cls(fd, num_blocks)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def mark(self, lba: int, count: int) -> None:
+        """Mark ``count`` blocks. Doing it again changes nothing."""
+        if os.fstat(self.fd).st_blocks * 512 + count > MEMORY_BYTES_MAX:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        ctypes.memset(self.blocks + lba, 1, count)
+        first = lba >> MARK_PAGE_BITS
+        ctypes.memset(self.pages + first, 1, (lba + count - 1 >> MARK_PAGE_BITS) - first + 1)
+
+    def clear(self, lba: int, count: int) -> None:
+        """The blocks were written by control: as the compiled stage does it."""
+        for start, length in self.ranges(lba, count):
+            ctypes.memset(self.blocks + start, 0, length)
+
+    def ranges(self, lba: int, count: int, limit: int = 1 << 62) -> list[tuple[int, int]]:
+        """The first ``limit`` runs (block, length) of marked blocks in a range, in order."""
+        found: list[tuple[int, int]] = []
+        end = lba + count
+        while lba < end and len(found) < limit:
+            start = self._next(lba, end, b"\1")
+            if start < 0:
+                break
+            lba = self._next(start, end, b"\0")
+            lba = end if lba < 0 else lba
+            found.append((start, lba - start))
+        return found
+
+    def _next(self, lba: int, end: int, byte: bytes) -> int:
+        """The first block from ``lba`` on whose byte is this one; -1 when there is none."""
+        while lba < end:
+            if byte == b"\1":  # holes hold none, and reading them through the file takes no memory
+                try:
+                    lba = max(lba, os.lseek(self.fd, self._offset + lba, os.SEEK_DATA) - self._offset)
+                except OSError:  # ENXIO: only a hole is left
+                    return -1
+            at = os.pread(self.fd, min(_CHUNK, end - lba), self._offset + lba).find(byte) if lba < end else -1
+            if at >= 0:
+                return lba + at
+            lba += _CHUNK
+        return -1
+
+    def close(self) -> None:
+        self._mapping.close()
+        os.close(self.fd)
+
+
+def _pages_bytes(num_blocks: int) -> int:
+    pages = -(-num_blocks >> MARK_PAGE_BITS)
+    return -(-pages // PAGE) * PAGE
