@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 from dpu import jitcache
-from dpu.errors import EmuError
+from dpu.errors import EmuError, UsageError
 from dpu.keeper import Keeper
 from dpu.startup import first_config, read_calls
 
@@ -30,10 +30,6 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "dpu.worker")
 """-P: a directory "dpu" where the daemon is started is not ours."""
 
 log = logging.getLogger("dpud")
-
-
-class UsageError(EmuError):
-    """The command line is wrong."""
 
 
 class _Parser(argparse.ArgumentParser):

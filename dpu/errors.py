@@ -1,6 +1,7 @@
 """Errors of the card, as one tree.
 
     EmuError                 an operator's mistake or a need that is not met: one line and its fix, no traceback
+      UsageError             the command line names something that is not there or does not fit
     VfioUserError            a peer's message that gets a positive errno back (vfio-user, "Message header")
     DmaFault                 an address that the guest gave is outside the DMA map: becomes an NVMe status
     RpcError                 a JSON-RPC answer with an SPDK error code
@@ -22,6 +23,10 @@ class EmuError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class UsageError(EmuError):
+    """The command line is wrong."""
 
 
 class VfioUserError(Exception):

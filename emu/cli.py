@@ -1,5 +1,7 @@
 """The `emu` command.
 
+`emu exec` ends with the exit code of its program, 128 + n for signal n; 125 where emu itself fails, 126 and 127 where
+the program cannot be run or is not there. Else:
 Exit codes: 0 it worked; 1 a workload failed; 2 the command line or the scenario is wrong; 3 this machine or its
 network lacks something; 130 interrupted (143: by SIGTERM).
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import shutil
 import sys
@@ -21,12 +24,13 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dpu.errors import EmuError
+from dpu.errors import EmuError, UsageError
 
 # Everything else is imported by the command that needs it, so that none waits for another's.
 
 _LOG_COLUMNS = 120  # a log has no width of its own
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+EXEC_FAILED = 125  # as of env(1) and containers: not the program's own code
 
 _EXIT_CODES = """\
 exit codes: 0 worked, 1 a workload failed, 2 wrong usage or scenario, 3 something is missing here,
@@ -38,6 +42,27 @@ examples:
   emu run --nvme 1G --workload fio:randread,iodepth=32
   emu run --nvme 4G,backend=file,path=disk.raw --workload verify --workload fs:xfs
   emu run my.toml --dry-run                          the commands only
+
+"""
+_UP_EXAMPLES = """\
+examples:
+  emu up my.toml                                     returns when every VM has its controllers
+  emu up my.toml --name second                       another lab of the same scenario
+  emu up --nvme 1G                                   without a scenario: one VM, one DPU
+
+"""
+_EXEC_HELP = """\
+examples:
+  emu exec web -- lsblk
+  emu exec web -- sh -c 'cat > /tmp/x' < file
+
+exit code: the program's own, 128 + n for signal n; 125 emu failed, 126 cannot be run, 127 is not there
+
+"""
+_CP_EXAMPLES = """\
+examples:
+  emu cp job.fio tests web:/root/
+  emu cp web:/var/log/x.log .
 
 """
 
@@ -56,7 +81,8 @@ here: 0 no difference, 1 NEW is worse in something, 4 it differs and is worse in
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    as_json = "--json" in words  # needed before the words are known to make sense
+    own = [*itertools.takewhile(lambda word: word != "--", words)]
+    as_json, starts_a_lab = "--json" in own, bool({"run", "up"} & set(own[:1]))
     try:
         arguments = _parser().parse_args(words)
         as_json = arguments.json
@@ -65,10 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EmuError as error:
         return _complain(error, as_json)
     except KeyboardInterrupt:
-        return _interrupted(INTERRUPTED, as_json)
+        return _interrupted(INTERRUPTED, as_json, starts_a_lab)
     except SystemExit as ended:
         if ended.code == TERMINATED:
-            return _interrupted(TERMINATED, as_json)
+            return _interrupted(TERMINATED, as_json, starts_a_lab)
         raise  # --help, --version
     except BrokenPipeError:  # `emu images list | head`
         sys.stderr.close()
@@ -77,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(message, f"see `{self.prog} --help`")
+        raise UsageError(message, f"see `{self.prog} --help`")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,15 +130,22 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         return command
 
+    def add_lab_options(command: argparse.ArgumentParser) -> None:
+        command.add_argument("scenario", nargs="?", help="a scenario file, or the name of a packaged one")
+        command.add_argument(
+            "--nvme",
+            action="append",
+            default=[],
+            metavar="SIZE[,KEY=VALUE...]",
+            help="without a scenario: a controller with a namespace of that size; backend=, block_size=, path=",
+        )
+        command.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: auto")
+        command.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
+        command.add_argument("--cold", action="store_true", help="boot; do not restore a template snapshot")
+
     run = add("run", _run, "Start a lab, run its workloads, report.", _RUN_EXAMPLES)
-    run.add_argument("scenario", nargs="?", help="a scenario file, or the name of a packaged one")
-    run.add_argument(
-        "--nvme",
-        action="append",
-        default=[],
-        metavar="SIZE[,KEY=VALUE...]",
-        help="without a scenario: a controller with a namespace of that size; backend=, block_size=, path=",
-    )
+    add_lab_options(run)
+    run.set_defaults(default_workload=["verify"])
     run.add_argument(
         "--workload",
         action="append",
@@ -123,9 +156,40 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, metavar="DIR", help="report and logs (default: out/NAME-TIME)")
     run.add_argument("--keep", action="store_true", help="leave back-end files and sockets' directory behind")
     run.add_argument("--dry-run", action="store_true", help="print every command, start nothing")
-    run.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: auto")
-    run.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
-    run.add_argument("--cold", action="store_true", help="boot; do not restore a template snapshot")
+
+    up = add("up", _up, "Start a lab and leave it up; its workloads are not run.", _UP_EXAMPLES)
+    add_lab_options(up)
+    up.set_defaults(workload=[], default_workload=[])
+    up.add_argument("--name", help="of the lab (default: the scenario's)")
+    up.add_argument("--out", type=Path, metavar="DIR", help="keep its logs there (default: they go with the lab)")
+    up.add_argument("--foreground", action="store_true", help="stay its supervisor; Ctrl-C ends the lab")
+    up.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)  # where emu.up.start reads
+
+    def add_lab_name(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--lab", metavar="NAME", help="needed where more than one lab is up")
+
+    status = add("status", _status, "Labs that are up, their VMs and DPUs.")
+    status.add_argument("lab", nargs="?", metavar="NAME", help="of one lab (default: all)")
+
+    execute = add("exec", _exec, "Run a program in a VM, with standard input, output and exit code.", _EXEC_HELP)
+    add_lab_name(execute)
+    execute.add_argument("-n", "--no-stdin", action="store_true", help="its standard input is empty")
+    execute.add_argument("vm", metavar="VM")
+    execute.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
+
+    cp = add("cp", _cp, "Copy files and directories into a VM or out of it.", _CP_EXAMPLES)
+    add_lab_name(cp)
+    cp.add_argument("source", nargs="+", metavar="SOURCE", help="path, or VM:PATH")
+    cp.add_argument("target", metavar="TARGET", help="VM:PATH, or path")
+
+    console = add("console", _console, "Show a VM's serial console and type into it; Ctrl-] leaves.")
+    add_lab_name(console)
+    console.add_argument("--once", action="store_true", help="print what it has shown so far, and leave")
+    console.add_argument("vm", metavar="VM")
+
+    down = add("down", _down, "End a lab; nothing of it is left.")
+    down.add_argument("lab", nargs="?", metavar="NAME", help="needed where more than one lab is up")
+    down.add_argument("--all", action="store_true", help="every lab that is up")
 
     check = add("check", _check, "Check a scenario file; every problem at once, with its line.")
     check.add_argument("scenario", help="a scenario file, or the name of a packaged one")
@@ -221,11 +285,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _scenario_to_run(arguments: argparse.Namespace) -> Any:
     if arguments.scenario is None and not arguments.nvme:
-        raise _usage("there is nothing to run", "give a scenario, or --nvme SIZE; `emu run demo` is a start")
+        raise UsageError("there is nothing to run", "give a scenario, or --nvme SIZE; `emu run demo` is a start")
     if arguments.scenario is None:
-        return scenario_of_options(arguments.nvme, arguments.workload)
+        return scenario_of_options(arguments.nvme, arguments.workload or arguments.default_workload)
     if arguments.nvme or arguments.workload:
-        raise _usage("--nvme and --workload do not go with a scenario", "write them into the scenario")
+        raise UsageError("--nvme and --workload do not go with a scenario", "write them into the scenario")
     return _load(arguments.scenario)
 
 
@@ -239,7 +303,7 @@ def _load(name: str, changes: Sequence[str] = ()) -> Any:
             with resources.as_file(packaged[f"{name}.toml"]) as path:
                 return load(path, changes)
         known = ", ".join(sorted(file.removesuffix(".toml") for file in packaged if file.endswith(".toml")))
-        raise _usage(f"there is no scenario {name}", f"give the path of a file, or a packaged one: {known}")
+        raise UsageError(f"there is no scenario {name}", f"give the path of a file, or a packaged one: {known}")
     return load(Path(name), changes)
 
 
@@ -251,14 +315,14 @@ def scenario_of_options(nvme: Sequence[str], workloads: Sequence[str]) -> Any:
     sources: list[str] = []  # of each workload, for messages
     table: list[dict[str, Any]] = []
     names = [f"disk{number}" for number in range(len(nvme))]
-    for text in workloads or ["verify"]:
+    for text in workloads:
         head, options = _split_options(text)
         kind, colon, main = head.partition(":")
         if colon and kind in WORKLOADS:
             if not WORKLOADS[kind].main:
-                raise _usage(f"--workload {text}: {kind} takes nothing after a colon", f"write {kind},KEY=VALUE")
+                raise UsageError(f"--workload {text}: {kind} takes nothing after a colon", f"write {kind},KEY=VALUE")
             if not main:
-                raise _usage(
+                raise UsageError(
                     f"--workload {text}: nothing follows the colon", f"write {kind}:{WORKLOADS[kind].main.upper()}"
                 )
             options = {WORKLOADS[kind].main: main, **options}
@@ -290,7 +354,7 @@ def _split_options(text: str) -> tuple[str, dict[str, Any]]:
     for item in rest:
         key, equals, value = item.partition("=")
         if not equals:
-            raise _usage(f'"{item}" in "{text}" is not KEY=VALUE', "separate options by commas")
+            raise UsageError(f'"{item}" in "{text}" is not KEY=VALUE', "separate options by commas")
         options[key] = int(value) if value.isdigit() else value
     return head, options
 
@@ -304,6 +368,145 @@ def _make_room(out: Path) -> None:
         (out / PAGE).unlink(missing_ok=True)
         for folder in (WORKLOADS, "lab"):
             shutil.rmtree(out / folder, ignore_errors=True)
+
+
+# -- labs that stay up
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from emu import control
+    from emu.progress import make
+    from emu.supervisor import supervise
+    from emu.up import Relay, lab_name, start, status_of, status_text
+
+    scenario = _scenario_to_run(arguments)
+    name = lab_name(arguments.name, scenario.name)
+    progress = make() if arguments.report_fd is None else Relay(arguments.report_fd)
+    if arguments.foreground:
+        config = scenario.lab_config(
+            qemu=arguments.qemu,
+            accel=arguments.accel,
+            restore=not arguments.cold,
+            out=arguments.out,
+            claim=name,
+        )
+        try:
+            asyncio.run(supervise(config, progress, lambda lab: _say_ready(name, progress, lab)))
+        except EmuError as error:
+            if isinstance(progress, Relay):
+                progress.failed(error)
+            raise
+        return OK
+    if name in control.labs() and control.labs()[name].living:
+        raise UsageError(f"a lab {name} is up already", f"`emu down {name}`, or give this one another --name")
+    words = [arguments.scenario] if arguments.scenario else [f"--nvme={text}" for text in arguments.nvme]
+    words += ["--name", name, "--accel", arguments.accel, *["--cold"] * arguments.cold]
+    words += [
+        word
+        for option in ("qemu", "out")
+        if (value := getattr(arguments, option))
+        for word in (f"--{option}", str(value))
+    ]
+    try:
+        start([sys.executable, "-P", "-m", "emu.cli", "up", "--foreground", *words, "--report-fd"], progress)
+    finally:
+        progress.close()
+    lab = status_of({name: control.find(name)})
+    if arguments.json:
+        _print_json({"ok": True, "lab": name, **lab[name]})
+    else:
+        print(status_text(lab))
+    return OK
+
+
+def _say_ready(name: str, progress: Any, lab: Any) -> None:
+    from emu.up import Relay
+
+    if isinstance(progress, Relay):
+        progress.ready(lab)
+    else:
+        progress.close()
+        print(f"lab {name} is up; Ctrl-C ends it", file=sys.stderr)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from emu import control
+    from emu.up import status_of, status_text
+
+    known = control.labs()
+    if arguments.lab is not None:
+        if arguments.lab not in known:
+            raise UsageError(f"there is no lab {arguments.lab}", f"up are: {', '.join(known) or 'none'}")
+        known = {arguments.lab: known[arguments.lab]}
+    labs = status_of(known)
+    if arguments.json:
+        _print_json({"ok": True, "labs": labs})
+    else:
+        print(status_text(labs))
+    return OK
+
+
+def _exec(arguments: argparse.Namespace) -> int:
+    from emu import attach, control
+
+    argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
+    try:
+        if not argv:
+            raise UsageError("there is no program to run", "emu exec VM -- PROGRAM ...")
+        if arguments.argv[0] != "--" and argv[0].startswith("-"):
+            raise UsageError(f"{argv[0]} stands after the VM", "options go before it, a program after --")
+        book = control.find(arguments.lab)
+        if not arguments.json:
+            return attach.run(book, arguments.vm, argv, not arguments.no_stdin)
+        done = attach.capture(book, arguments.vm, argv, not arguments.no_stdin)
+        _print_json({"ok": done["code"] == 0, **done})
+        return int(done["code"])
+    except EmuError as error:
+        return _complain(error, arguments.json, getattr(error, "code", None) or EXEC_FAILED)
+
+
+def _cp(arguments: argparse.Namespace) -> int:
+    from emu import attach, control
+
+    attach.copy(control.find(arguments.lab), arguments.source, arguments.target)
+    if arguments.json:
+        _print_json({"ok": True})
+    return OK
+
+
+def _console(arguments: argparse.Namespace) -> int:
+    from emu import attach, control
+
+    if arguments.json:
+        raise UsageError("a console is no JSON", "leave --json out")
+    attach.console(control.find(arguments.lab), arguments.vm, arguments.once)
+    return OK
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from emu import control
+    from emu.progress import make
+    from emu.up import end
+
+    known = control.labs()
+    if arguments.all:
+        names = list(known)
+    elif arguments.lab is not None and arguments.lab in known:
+        names = [arguments.lab]
+    else:
+        book = control.find(arguments.lab)
+        names = [name for name, one in known.items() if one.file == book.file]
+    progress = make()
+    try:
+        for name in names:
+            progress.step(f"Ending lab {name}")
+            if not end(known[name]):
+                progress.note(f"lab {name} did not end by itself; it was killed and removed")
+    finally:
+        progress.close()
+    if arguments.json:
+        _print_json({"ok": True, "ended": names})
+    return OK
 
 
 # -- the other commands
@@ -358,7 +561,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     try:
         document, code = compare(arguments, _load, progress, console)
     except OptionError as error:
-        raise _usage(error.message, error.hint) from error
+        raise UsageError(error.message, error.hint) from error
     finally:
         progress.close()
     if arguments.json:
@@ -456,18 +659,10 @@ def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=2))
 
 
-class _UsageError(EmuError):
-    """Options that do not go together."""
-
-
-def _usage(message: str, fix: str) -> _UsageError:
-    return _UsageError(message, fix)
-
-
-def _complain(error: EmuError, as_json: bool) -> int:
+def _complain(error: EmuError, as_json: bool, code: int | None = None) -> int:
     from emu.scenario import ScenarioError
 
-    code = USAGE if isinstance(error, ScenarioError | _UsageError) else ENVIRONMENT
+    code = code or (USAGE if isinstance(error, ScenarioError | UsageError) else ENVIRONMENT)
     if as_json:
         document: dict[str, Any] = {
             "ok": False,
@@ -487,11 +682,12 @@ def _complain(error: EmuError, as_json: bool) -> int:
     return code
 
 
-def _interrupted(code: int, as_json: bool) -> int:
+def _interrupted(code: int, as_json: bool, starts_a_lab: bool) -> int:
+    message = "interrupted; the lab is down" if starts_a_lab else "interrupted"
     if as_json:
-        _print_json({"ok": False, "error": {"message": "interrupted; the lab is down", "fix": "", "exit_code": code}})
+        _print_json({"ok": False, "error": {"message": message, "fix": "", "exit_code": code}})
     else:
-        print("emu: interrupted; the lab is down", file=sys.stderr)
+        print(f"emu: {message}", file=sys.stderr)
     return code
 
 

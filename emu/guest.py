@@ -6,7 +6,7 @@
     await guest.write_file("/tmp/job.fio", data)
 
 Parameters: times in seconds of the host's clock. Limits: a program's output ``OUTPUT_BYTES_MAX`` per stream;
-input and files pass through the guest's memory. Several programs may run at once; files are served one piece
+files pass through the guest's memory. Several programs may run at once; files are served one piece
 after the other. A file of a device that hangs hangs the agent: read those with a program.
 Errors: GuestError names the command, how it ended and the last lines it wrote; GuestGone (also a
 ConnectionError) when QEMU closes the connection.
@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import shlex
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,9 +37,11 @@ DYING_TIMEOUT_S = 5.0
 HELLO_AGAIN_S = 1.0  # doubled each time
 OUTPUT_BYTES_MAX = 64 << 20
 LINES_IN_ERROR = 10
+CANNOT_RUN, CANNOT_FIND = 126, 127  # a shell's codes for a program that does not start
 _WINDOW = 16  # requests of a file transfer under way at once
 
-OnOutput = Callable[[int, bytes], None]
+OnOutput = Callable[[int, bytes], Awaitable[object] | None]
+Input = bytes | AsyncIterator[bytes]
 
 
 class GuestError(EmuError):
@@ -76,10 +79,11 @@ class GuestInfo:
 class _Call:
     """One request that is under way: a future for its last answer, and what comes before that."""
 
-    def __init__(self, on_output: OnOutput | None = None) -> None:
+    def __init__(self, on_output: Callable[[int, bytes], None] | None = None, keep_output: bool = True) -> None:
         self.done: asyncio.Future[tuple[dict[str, Any], bytes]] = asyncio.get_running_loop().create_future()
         self.output = {1: bytearray(), 2: bytearray()}
         self.on_output = on_output
+        self.keep_output = keep_output
 
     def answer(self, fields: dict[str, Any], raw: bytes) -> None:
         if self.done.done():
@@ -88,7 +92,8 @@ class _Call:
         if stream not in self.output:
             self.done.set_result((fields, raw))
             return
-        self.output[stream] += raw
+        if self.keep_output:
+            self.output[stream] += raw
         if len(self.output[stream]) > OUTPUT_BYTES_MAX:
             self.done.set_exception(GuestError(f"it wrote more than {OUTPUT_BYTES_MAX >> 20} MiB"))
         elif self.on_output is not None:
@@ -96,6 +101,38 @@ class _Call:
                 self.on_output(stream, raw)
             except Exception as error:  # the caller's mistake goes to the caller, not into the reader
                 self.done.set_exception(error)
+
+
+class _Flow:
+    """Passes output on, and stops the program while its reader cannot keep up. ``send``: sends it a signal."""
+
+    def __init__(self, on_output: OnOutput, send: Callable[[int], None]) -> None:
+        self._on_output = on_output
+        self._send = send
+        self._waits: set[asyncio.Task[None]] = set()
+
+    def __call__(self, stream: int, data: bytes) -> None:
+        until = self._on_output(stream, data)
+        if until is None:
+            return
+        if not self._waits:
+            self._send(signal.SIGSTOP)
+        task = asyncio.ensure_future(self._continue(until))
+        self._waits.add(task)
+
+    async def _continue(self, until: Awaitable[object]) -> None:
+        try:
+            await until
+        except OSError:  # the reader is gone; whoever runs the program will end it
+            pass
+        finally:
+            self._waits.discard(asyncio.current_task())
+            if not self._waits:
+                self._send(signal.SIGCONT)
+
+    def close(self) -> None:
+        for task in self._waits:
+            task.cancel()
 
 
 class Guest:
@@ -126,9 +163,9 @@ class Guest:
                 f"the agent in the guest has not answered within {timeout_s:g} s", "see the guest's console"
             ) from None
 
-    async def close(self) -> None:
+    async def close(self, why: str = "the connection was closed") -> None:
         """Close the connection; what is under way ends with GuestGone, in the guest with the next host."""
-        self._lose("the connection was closed")
+        self._lose(why)
         self._receiving.cancel()
         await asyncio.wait([self._receiving])
         self._writer.transport.abort()  # what a guest that hangs has not taken is not waited for
@@ -146,23 +183,27 @@ class Guest:
         argv: Sequence[str],
         *,
         timeout_s: float | None = None,
-        input: bytes | None = None,
+        input: Input | None = None,
         on_output: OnOutput | None = None,
+        keep_output: bool = True,
         check: bool = False,
     ) -> ExecResult:
         """Run a program and wait for its end.
 
-        ``on_output(stream, data)`` is called with each piece as it comes (stream 1 or 2). ``check``: another
-        exit code than 0 is a GuestError. After ``timeout_s``, or when the caller is cancelled, the program is
-        killed with all of its process group. Files and environment are the agent's: PATH, HOME=/root.
+        ``input``: an iterator is asked for the next piece when the program has taken the one before.
+        ``on_output(stream, data)`` is called with each piece as it comes (stream 1 or 2); where it returns an
+        awaitable, the program is stopped (SIGSTOP) until that is done. ``keep_output``: False for output without
+        end, which is then not in the result. ``check``: another exit code than 0 is a GuestError. After
+        ``timeout_s``, or when the caller is cancelled, the program is killed with all of its process group.
+        Files and environment are the agent's: PATH, HOME=/root.
         """
         name = shlex.join(argv)
-        with self._call(on_output) as (request, call):
+        flow = on_output and _Flow(on_output, lambda number: self._signal(request, number))
+        with self._call(flow, keep_output) as (request, call):
             self._send({"id": request, "op": "exec", "argv": list(argv), "stdin": bool(input)})
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._feed(request, call, input or b"")
-                    fields, _ = await self._await(call)
+                    fields = await self._until_end(request, call, input or b"")
             except TimeoutError:
                 self._kill(request)
                 with contextlib.suppress(TimeoutError, GuestError):  # what it wrote until then
@@ -177,7 +218,8 @@ class Guest:
                 self._kill(request)
                 raise
         if "error" in fields:
-            raise GuestError(f"cannot run {name} in the guest: {fields['error']}")
+            code = CANNOT_FIND if fields.get("errno") == errno.ENOENT else CANNOT_RUN
+            raise GuestError(f"cannot run {name} in the guest: {fields['error']}", "see the guest's PATH", code)
         code = -int(fields["signal"]) if "signal" in fields else int(fields["code"])
         if check and code:
             raise self._failed(name, f"ended with {_ending(code)}", call, code)
@@ -205,10 +247,9 @@ class Guest:
         """Make or replace a file in the guest."""
         async with self._opened(path, "w", permissions=permissions) as file:
             under_way: deque[tuple[int, _Call]] = deque()
-            for start in range(0, len(data), agent.RAW_BYTES_MAX):
+            for piece in _slices(data):
                 if len(under_way) == _WINDOW:
                     await self._finish("write", *under_way.popleft())
-                piece = data[start : start + agent.RAW_BYTES_MAX]
                 under_way.append(self._start("write", piece, file=file))
                 await self._drain()
             for rest in under_way:
@@ -240,7 +281,7 @@ class Guest:
         return request, call
 
     async def _finish(
-        self, operation: str, request: int, call: _Call, timeout_s: float = REQUEST_TIMEOUT_S
+        self, operation: str, request: int, call: _Call, timeout_s: float | None = REQUEST_TIMEOUT_S
     ) -> tuple[dict[str, Any], bytes]:
         try:
             async with asyncio.timeout(timeout_s):
@@ -253,20 +294,22 @@ class Guest:
             raise GuestError(f"{operation} in the guest failed: {fields['error']}")
         return fields, raw
 
-    def _new_call(self, on_output: OnOutput | None = None) -> tuple[int, _Call]:
+    def _new_call(self, flow: _Flow | None = None, keep_output: bool = True) -> tuple[int, _Call]:
         if self._gone:
             raise GuestGone(self._gone)
         self._last_id += 1
-        call = self._calls[self._last_id] = _Call(on_output)
+        call = self._calls[self._last_id] = _Call(flow, keep_output)
         return self._last_id, call
 
     @contextlib.contextmanager
-    def _call(self, on_output: OnOutput | None) -> Iterator[tuple[int, _Call]]:
-        request, call = self._new_call(on_output)
+    def _call(self, flow: _Flow | None = None, keep_output: bool = True) -> Iterator[tuple[int, _Call]]:
+        request, call = self._new_call(flow, keep_output)
         try:
             yield request, call
         finally:
             self._calls.pop(request, None)
+            if flow is not None:
+                flow.close()
 
     async def _await(self, call: _Call) -> tuple[dict[str, Any], bytes]:
         await self._drain()
@@ -288,19 +331,36 @@ class Guest:
 
     # -- programs
 
-    async def _feed(self, request: int, call: _Call, input: bytes) -> None:
-        """Give the program its input, unless it ends before."""
-        for start in range(0, len(input), agent.RAW_BYTES_MAX):
-            if call.done.done():
-                return
-            await self._request("stdin", input[start : start + agent.RAW_BYTES_MAX], target=request)
-        if input:
-            await self._request("stdin", target=request)
+    async def _until_end(self, request: int, call: _Call, input: Input) -> dict[str, Any]:
+        """The program's last answer; its input is given to it meanwhile, as far as it takes it."""
+        feeding = asyncio.ensure_future(self._feed(request, input))
+        try:
+            await asyncio.wait((call.done, feeding), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done.done():
+                feeding.result()  # where the input fails, so does the program
+            fields, _ = await self._await(call)
+            return fields
+        finally:
+            feeding.cancel()
+            await asyncio.wait((feeding,))
+            if not feeding.cancelled():
+                feeding.exception()  # its input came to nothing after its end
+
+    async def _feed(self, request: int, input: Input) -> None:
+        if not input:
+            return
+        async for piece in _pieces(input) if isinstance(input, bytes) else input:
+            for part in _slices(piece):
+                await self._finish("stdin", *self._start("stdin", part, target=request), timeout_s=None)
+        await self._request("stdin", target=request)
 
     def _kill(self, request: int) -> None:
+        self._signal(request, signal.SIGKILL)
+
+    def _signal(self, request: int, number: int) -> None:
         """Ask for it; the answer is nobody's."""
         if not self._gone:
-            self._send({"id": 0, "op": "kill", "target": request, "signal": int(signal.SIGKILL)})
+            self._send({"id": 0, "op": "kill", "target": request, "signal": int(number)})
 
     def _failed(self, name: str, how: str, call: _Call, code: int | None = None) -> GuestError:
         lines = bytes(call.output[2] or call.output[1]).decode(errors="replace").splitlines()
@@ -312,7 +372,7 @@ class Guest:
     async def _hello(self) -> None:
         """Begin anew with whatever agent is there; what another host left in the channel is dropped."""
         nonce = secrets.token_hex(16)
-        with self._call(None) as (request, call):
+        with self._call() as (request, call):
             hello = agent.pack({"id": request, "op": "hello", "nonce": nonce})
             again_s = HELLO_AGAIN_S
             self._nonce = nonce
@@ -373,6 +433,15 @@ async def _open(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
             return await asyncio.open_unix_connection(path, limit=2 * agent.FRAME_BYTES_MAX)
         except (FileNotFoundError, ConnectionRefusedError):  # QEMU has not come that far
             await asyncio.sleep(0.01)
+
+
+async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+    yield data
+
+
+def _slices(data: bytes) -> Iterator[bytes]:
+    """In parts that a frame can hold."""
+    return (data[start : start + agent.RAW_BYTES_MAX] for start in range(0, len(data), agent.RAW_BYTES_MAX))
 
 
 def _ending(code: int) -> str:

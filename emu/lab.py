@@ -55,6 +55,7 @@ class LabConfig:
     """Everything a lab needs to start. Names of VMs, of DPUs and of a DPU's controllers are unique.
 
     ``out``: folder for console logs, daemon logs and QEMU lines (None: below the runtime directory).
+    ``claim``: the name that other programs find it by; one lab has it at a time (None: found by nobody).
     """
 
     name: str = "lab"
@@ -64,6 +65,7 @@ class LabConfig:
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     restore: bool = True  # False: cold boot, no template snapshot
     out: Path | None = None
+    claim: str | None = None
     keep: bool = False  # leave directories and back-end files in place at the end
 
 
@@ -137,6 +139,8 @@ class Lab:
 
     def _make_directories(self) -> None:
         self.ledger = Ledger.create(self.config.name)
+        if self.config.claim is not None:
+            self.ledger.claim(self.config.claim)
         self.out = (self.config.out or self.ledger.directory / "_out").absolute()  # no VM or DPU has such a name
         files = cache_dir("files") / self.ledger.directory.name
         self.ledger.path(files)

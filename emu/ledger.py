@@ -3,6 +3,7 @@
     ledger = Ledger.create("demo")         # <runtime>/labs/demo-<pid>-<n>.jsonl, and a directory of that name
     ledger.path(backing_file)              # removed with the lab
     ledger.process(identity, "qemu vm0")   # killed with the lab
+    ledger.claim("my")                     # <runtime>/labs/my.up: what other programs find the lab by
     ledger.close()                         # the normal end
     ledger.close(keep=True)                # the normal end of a lab that is to be kept: nothing is removed
     for found in clean(): print(found)     # `emu clean`: what dead labs left; living and kept ones are left alone
@@ -25,11 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dpu.errors import UsageError
 from emu.paths import runtime_dir
 from emu.process import Identity
 
 _SUFFIX = ".jsonl"
 _DRAFT = ".draft-"
+_NAME = ".up"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,25 @@ class Ledger:
     def process(self, identity: Identity, what: str) -> None:
         """A child that must not outlive the lab. Its end need not be noted: an identity is used once."""
         self._write(add="process", identity=asdict(identity), what=what)
+
+    def claim(self, name: str) -> None:
+        """Take ``name``, which one living lab has at a time. EmuError when another has it."""
+        link = self.book.with_name(name + _NAME)
+        for _ in range(2):
+            holder = find(name, link.parent)
+            if holder is not None and holder.living:
+                raise UsageError(f"a lab {name} is up already", f"`emu down {name}`, or give this one another --name")
+            if holder is not None:
+                remove(holder)
+            try:
+                os.symlink(self.directory.name, link)
+            except FileExistsError:  # of a book that is gone, or another was faster
+                if find(name, link.parent) is None:
+                    link.unlink(missing_ok=True)
+                continue
+            self.path(link)
+            return
+        raise UsageError(f"another lab {name} starts at this moment", "give this one another --name")
 
     def path(self, path: Path) -> None:
         """A file or directory that goes away with the lab; call this before making it."""
@@ -134,6 +156,21 @@ def books(root: Path | None = None) -> list[Book]:
     return found
 
 
+def find(name: str, root: Path | None = None) -> Book | None:
+    """The book of the lab that has claimed ``name``."""
+    link = (root or runtime_dir("labs")) / (name + _NAME)
+    try:
+        return _read(link.parent / (os.readlink(link) + _SUFFIX))
+    except FileNotFoundError:
+        return None
+
+
+def claimed(root: Path | None = None) -> dict[str, Book]:
+    """Every lab that has claimed a name."""
+    names = sorted(path.name.removesuffix(_NAME) for path in (root or runtime_dir("labs")).glob("*" + _NAME))
+    return {name: book for name in names if (book := find(name, root)) is not None}
+
+
 def kept(root: Path | None = None) -> list[Leftover]:
     """What labs that were to be kept have left."""
     return [one for book in books(root) if book.kept for one in book.left_paths()]
@@ -154,16 +191,22 @@ def clean(root: Path | None = None, dry_run: bool = False, kept: bool = False) -
         found += book.left_paths()
         if dry_run:
             continue
-        for identity in living:
-            identity.kill()
-        _await_end(list(living))
-        for path in book.paths:
-            _remove(path)
-        book.file.unlink(missing_ok=True)
+        remove(book)
     for draft in root.glob("*" + _DRAFT + "*"):
         if Identity.of(int(draft.name.rpartition("-")[2])) is None:
             draft.unlink(missing_ok=True)
     return found
+
+
+def remove(book: Book) -> None:
+    """Kill and remove everything in the book of a lab that is over, and the book."""
+    living = [identity for identity in book.processes if identity.alive()]
+    for identity in living:
+        identity.kill()
+    _await_end(living)
+    for path in book.paths:
+        _remove(path)
+    book.file.unlink(missing_ok=True)
 
 
 def _read(file: Path) -> Book:

@@ -56,8 +56,8 @@ class Identity:
             and self.boot == boot_id()
         )
 
-    def kill(self) -> bool:
-        """Send SIGKILL to this process and to no other; False when it is gone."""
+    def kill(self, number: int = signal.SIGKILL) -> bool:
+        """Send SIGKILL or another signal to this process and to no other; False when it is gone."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -65,7 +65,7 @@ class Identity:
         try:
             if not self.alive():  # the pidfd holds the process looked at, so no reuse can come between
                 return False
-            signal.pidfd_send_signal(fd, signal.SIGKILL)
+            signal.pidfd_send_signal(fd, number)
             return True
         except ProcessLookupError:
             return False

@@ -74,7 +74,7 @@ def key(config: VmConfig, platform: Platform) -> str:
 
 
 def _ingredients(config: VmConfig, platform: Platform) -> dict[str, Any]:
-    anywhere = VmPaths(Path("qmp"), Path("agent"), Path("console"))
+    anywhere = VmPaths(Path("qmp"), Path("agent"), Path("keyboard"), Path("console"))
     return {
         "format": _FORMAT,
         "qemu": [platform.qemu.version, *_file_identity(platform.qemu.binary)],

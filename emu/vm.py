@@ -89,11 +89,13 @@ class VmPaths:
 
     qmp: Path
     agent: Path
+    keyboard: Path  # of the serial console; what it shows is in ``console``
     console: Path
 
     @classmethod
     def below(cls, directory: Path, out: Path) -> VmPaths:
-        return cls(socket_path(directory, "qmp"), socket_path(directory, "agent"), out / "console.log")
+        qmp, agent, keyboard = (socket_path(directory, name) for name in ("qmp", "agent", "keyboard"))
+        return cls(qmp, agent, keyboard, out / "console.log")
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def qemu_command(config: VmConfig, platform: Platform, paths: VmPaths, *, incomi
     image = platform.image
     khz = None if kvm else tsc_khz(Path("/proc/cpuinfo").read_text())  # KVM tells the guest by itself
     append = f"{image.kernel_args(khz)} {config.kernel_args}".strip()
+    log = f"logfile={_escaped(paths.console)},logappend=on"
     command = [
         *platform.qemu.command(),
         *("-name", config.name),
@@ -149,7 +152,8 @@ def qemu_command(config: VmConfig, platform: Platform, paths: VmPaths, *, incomi
         *("-device", "virtio-serial-pci,id=serial,max_ports=2,addr=2"),
         *("-chardev", f"socket,id=agent,path={_escaped(paths.agent)},server=on,wait=off"),
         *("-device", f"virtserialport,chardev=agent,name={AGENT_PORT}"),
-        *("-chardev", f"file,id=console,path={_escaped(paths.console)},append=on", "-serial", "chardev:console"),
+        *("-chardev", f"socket,id=console,path={_escaped(paths.keyboard)},server=on,wait=off,{log}"),
+        *("-serial", "chardev:console"),
         *("-qmp", f"unix:{_escaped(paths.qmp)},server=on,wait=off"),
     ]
     command += [*_port_options(root_ports(config)), *_disk_options(config.disks)]
@@ -277,6 +281,7 @@ class Vm:
         self._process: Process | None = None
         self._qmp: QMPClient | None = None
         self._guest: Guest | None = None
+        self._keyboard: asyncio.StreamWriter | None = None
         self._console_from = 0  # where this boot begins in the console log
 
     # -- state
@@ -336,7 +341,7 @@ class Vm:
         assert not self.running, f"{self.name} runs already"
         command = qemu_command(self.config, self.platform, self.paths, incoming=restore is not None)
         (self.out / "qemu.txt").write_text(shlex.join(command) + "\n")
-        for path in (self.paths.qmp, self.paths.agent):
+        for path in (self.paths.qmp, self.paths.agent, self.paths.keyboard):
             path.unlink(missing_ok=True)
         if self._process is None:  # the first start: what is there is another lab's
             for path in (self.paths.console, self.out / "qemu.log"):
@@ -423,9 +428,21 @@ class Vm:
         return controller, tuple(name for _, name in by_nsid)
 
     async def exec(self, argv: Sequence[str], *, timeout_s: float, what: str = "", **more: Any) -> ExecResult:
-        """Run a program in the guest, see ``Guest.exec``; also ends when QEMU does or the guest panics."""
+        """Run a program in the guest, see ``Guest.exec``; also ends when QEMU does or the guest panics.
+
+        ``timeout_s``: a quiet host's; math.inf is for ever.
+        """
         doing = what or f"has not finished {shlex.join(argv)[:60]}"
         return await self._race(self.guest.exec(argv, **more), timeout_s, doing)
+
+    async def type(self, keys: bytes) -> None:
+        """Type into the serial console; what it shows is in the console log."""
+        if self._keyboard is None or self._keyboard.is_closing():
+            _needed(self._qmp, self.name)
+            reader, self._keyboard = await asyncio.open_unix_connection(self.paths.keyboard)
+            self._listening = asyncio.ensure_future(_drain(reader))  # QEMU waits for a listener that does not listen
+        self._keyboard.write(keys)
+        await self._keyboard.drain()
 
     async def reboot(self) -> None:
         """Reboot from inside, in order, and wait until the agent and every controller are back."""
@@ -433,12 +450,16 @@ class Vm:
             asking = asyncio.ensure_future(self.guest.exec(["reboot"], timeout_s=self.boot_patience_s))
             await self._race(resets.get(), self.boot_patience_s, "does not reboot")
         await _drop(asking)
+        await self.come_back()
+
+    async def come_back(self) -> None:
+        """After a reset of the machine: wait until the agent and every controller are there again."""
         self._console_from = _size(self.paths.console)
         await self._race(self._reconnect(), self.boot_patience_s, "is not back after its reboot")
         self.attached = [await self._seen_again(one) for one in self.attached]
 
     async def _reconnect(self) -> None:
-        await self.guest.close()
+        await self.guest.close("the guest was reset")
         self._guest = await Guest.connect(self.paths.agent)
 
     async def _seen_again(self, one: Attached) -> Attached:
@@ -470,12 +491,15 @@ class Vm:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
+        if self._keyboard is not None:
+            self._keyboard.close()
+            await _drop(self._listening)
         if self._guest is not None:
             await self._guest.close()
         if self._qmp is not None:
             with contextlib.suppress(QMPError, OSError, EOFError):
                 await self._qmp.disconnect()
-        self._guest = self._qmp = None
+        self._guest = self._qmp = self._keyboard = None
 
     # -- readiness
 
@@ -548,6 +572,13 @@ async def _connection(path: Path) -> socket.socket:
             await asyncio.sleep(0.005)
         else:
             return connection
+
+
+async def _drain(reader: asyncio.StreamReader) -> None:
+    """Read and drop until the end."""
+    with contextlib.suppress(OSError):
+        while await reader.read(65536):
+            pass
 
 
 def _size(path: Path) -> int:

@@ -15,7 +15,7 @@ Requests, each with "id", which the answers carry; an answer with "error" (text)
     hello   nonce                           nonce, version
     ping                                    {}
     exec    argv, stdin: bool               any number of "stream": 1|2 + raw, then "code" or "signal": int
-    stdin   target (id of an exec) + raw    {}; without raw: end of file
+    stdin   target (id of an exec) + raw    {} when the program has taken it, or is over; without raw: end of file
     kill    target, signal                  {}: for the exec's whole process group
     open    path, mode: r|w|a, permissions  file
     read    file, size                      raw; none at the end of the file
@@ -128,7 +128,7 @@ class Exec:
 
     def __init__(self, agent: Agent, request: int, argv: list[str], stdin: bool) -> None:
         self.agent, self.request = agent, request
-        self.input: list[bytes] = []
+        self.input: list[tuple[bytes, Any]] = []  # what to write, and the request to answer then
         self.input_ends = not stdin
         ends = [os.pipe(), os.pipe(), os.pipe()]
         theirs = [ends[0][0], ends[1][1], ends[2][1]]
@@ -163,19 +163,26 @@ class Exec:
             return
         try:
             while self.input:
-                written = os.write(self.stdin, self.input[0])
-                self.input[0] = self.input[0][written:]
-                if not self.input[0]:
+                data, request = self.input[0]
+                rest = data[os.write(self.stdin, data) :]
+                self.input[0] = rest, request
+                if not rest:
                     del self.input[0]
+                    self.agent.answer(request)
         except BlockingIOError:
             self.agent.watch(self.stdin, self.feed, select.EPOLLOUT)
             return
         except OSError:  # it does not read any more
-            self.input.clear()
+            self.drop_input()
         self.agent.unwatch(self.stdin)
         if self.input_ends:
             os.close(self.stdin)
             self.stdin = -1
+
+    def drop_input(self) -> None:
+        for _, request in self.input:
+            self.agent.answer(request)
+        self.input.clear()
 
     def forwarder(self, fd: int) -> Callable[[], Any]:
         return lambda: self.forward(fd)
@@ -221,6 +228,7 @@ class Exec:
                 self.agent.unwatch(fd)
                 os.close(fd)
         self.stdin, self.outputs = -1, {}
+        self.drop_input()
         del self.agent.execs[self.request]
 
 
@@ -319,13 +327,15 @@ class Agent:
 
     def stdin(self, fields: dict[str, Any], raw: bytes) -> None:
         running = self.execs.get(fields["target"])
-        if running is not None:  # one that is over takes no input, which is no mistake of the host
-            if raw:
-                running.input.append(raw)
-            else:
-                running.input_ends = True
-            running.feed()
-        self.answer(fields["id"])
+        if running is None or running.stdin < 0:  # one that is over takes no input, which is no mistake of the host
+            self.answer(fields["id"])
+            return
+        if raw:
+            running.input.append((raw, fields["id"]))
+        else:
+            running.input_ends = True
+            self.answer(fields["id"])
+        running.feed()
 
     def kill(self, fields: dict[str, Any], raw: bytes) -> None:
         running = self.execs.get(fields["target"])

@@ -278,7 +278,7 @@ def test_options_make_a_scenario() -> None:
         8,
         2,
     )
-    assert [params.type for params in cli.scenario_of_options(["1G"], []).workloads] == ["verify"]
+    assert cli.scenario_of_options(["1G"], []).workloads == ()
 
 
 @pytest.mark.parametrize(

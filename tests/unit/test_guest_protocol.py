@@ -106,6 +106,80 @@ def alive(pid: int) -> bool:
         return False
 
 
+# -- programs whose input and output have no end
+
+
+def test_a_stream_of_input_is_asked_for_as_the_program_takes_it(tmp_path: Path) -> None:
+    """A program that reads nothing gets what a pipe holds, and not a piece more."""
+    asked = 0
+    go = tmp_path / "go"
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal asked
+        for _ in range(40):
+            asked += 1
+            yield bytes(65536)
+
+    async def scenario(port: Port, guest: Guest) -> None:
+        program = f"while [ ! -e {go} ]; do sleep 0.01; done; wc -c"
+        running = asyncio.ensure_future(guest.exec(["sh", "-c", program], input=pieces()))
+        for _ in range(20):
+            await guest.ping()  # answered after every request before it
+        assert 1 <= asked <= 3
+        go.touch()
+        assert (await running).stdout.split() == [b"2621440"]
+        assert asked == 40
+
+    run(tmp_path, scenario)
+
+
+def test_input_for_a_program_that_has_ended_is_over(tmp_path: Path) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(65536)
+
+    async def scenario(port: Port, guest: Guest) -> None:
+        assert (await guest.exec(["sh", "-c", "exit 3"], input=pieces())).code == 3
+        assert (await guest.exec(["head", "-c", "70000"], input=pieces())).stdout == bytes(70000)
+
+    run(tmp_path, scenario)
+
+
+def test_a_program_whose_output_is_not_taken_is_stopped(tmp_path: Path) -> None:
+    async def scenario(port: Port, guest: Guest) -> None:
+        got, taken = 0, asyncio.Event()
+
+        def slow(stream: int, data: bytes) -> Awaitable[object] | None:
+            nonlocal got
+            got += len(data)
+            return taken.wait()
+
+        program = "echo $$ >pid; exec head -c 50000000 /dev/zero"
+        argv = ["sh", "-c", f"cd {tmp_path}; {program}"]
+        running = asyncio.ensure_future(guest.exec(argv, on_output=slow, keep_output=False))
+        await until(lambda: got > 0 and (tmp_path / "pid").exists())
+        pid = (tmp_path / "pid").read_text().strip()
+        await until(lambda: "\nState:\tT" in Path(f"/proc/{pid}/status").read_text())
+        for _ in range(20):
+            await guest.ping()  # others are served meanwhile
+        assert got < 10_000_000
+        taken.set()
+        result = await running
+        assert (result.code, result.stdout, got) == (0, b"", 50_000_000)
+
+    run(tmp_path, scenario)
+
+
+@pytest.mark.parametrize(("program", "code"), [("/no/such", 127), ("/etc/passwd", 126)])
+def test_a_program_that_does_not_start_has_a_shell_s_code(tmp_path: Path, program: str, code: int) -> None:
+    async def scenario(port: Port, guest: Guest) -> None:
+        with pytest.raises(GuestError, match="cannot run") as caught:
+            await guest.exec([program])
+        assert caught.value.code == code
+
+    run(tmp_path, scenario)
+
+
 # -- frames
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from dpu.errors import EmuError
-from emu.ledger import Ledger, Leftover, clean, kept
+from dpu.errors import EmuError, UsageError
+from emu.ledger import Ledger, Leftover, claimed, clean, find, kept
 from emu.process import Identity, Process, tail
 
 OWNER = """
@@ -167,6 +167,29 @@ def test_the_book_of_a_kept_lab_goes_when_its_files_are_gone(root: Path) -> None
     ledger.close(keep=True)
     ledger.directory.rmdir()
     assert clean(root) == [] and list(root.iterdir()) == []
+
+
+def test_a_name_has_one_living_lab_and_a_dead_one_makes_room(root: Path) -> None:
+    first = Ledger.create("x", root)
+    first.claim("my")
+    assert (book := find("my", root)) is not None and (book.file, book.living) == (first.book, True)
+    with pytest.raises(UsageError, match="a lab my is up already"):
+        Ledger.create("y", root).claim("my")
+    owner, dead_book, _, stray = start_owner(root)
+    (root / "dead.up").symlink_to(dead_book.stem)
+    owner.kill()
+    owner.wait()
+    assert {name: book.living for name, book in claimed(root).items()} == {"dead": False, "my": True}
+    second = Ledger.create("z", root)
+    second.claim("dead")
+    await_end(stray)
+    assert not dead_book.exists() and claimed(root)["dead"].file == second.book
+    (root / "gone.up").symlink_to("no-such-lab")
+    second.claim("gone")
+    second.close()
+    assert sorted(claimed(root)) == ["my"]
+    first.close()
+    assert not list(root.glob("*.up"))
 
 
 def test_two_labs_of_one_owner_do_not_meet(root: Path) -> None:

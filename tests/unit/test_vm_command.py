@@ -32,7 +32,7 @@ from emu.vm import (
     tsc_khz,
 )
 
-PATHS = VmPaths(Path("/run/q"), Path("/run/a"), Path("/out/console.log"))
+PATHS = VmPaths(Path("/run/q"), Path("/run/a"), Path("/run/k"), Path("/out/console.log"))
 TSC_FLAGS = "flags\t\t: fpu tsc constant_tsc nonstop_tsc\n"
 
 

@@ -1,0 +1,233 @@
+"""What a person does with a VM of a lab that is up: run programs, copy files, sit at its console.
+
+    code = run(book, "web", ["lsblk"], stdin=True)      # our stdin, stdout and stderr are the program's
+    copy(book, ["a", "b"], "web:/tmp")                  # one side is VM:PATH, as with scp
+    console(book, "web")                                # until Ctrl-]
+
+Files are copied by tar on both sides: with their permissions, directories whole, a file under a new name only when
+all of it has come. Limits: contents of devices and of /proc: `emu exec VM -- cat`.
+Errors: UsageError for paths that are not there; EmuError with the words of tar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import termios
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from dpu.errors import EmuError, UsageError
+from emu.control import connect
+from emu.ledger import Book
+from emu.process import Identity
+
+_REMOTE = re.compile(r"([a-z0-9][a-z0-9_-]{0,15}):(.*)", re.DOTALL)
+_LEAVE = b"\x1d"  # Ctrl-], as telnet and virsh
+_LOOK_S = 0.02  # at the console's log
+_SHOWN_BYTES = 2000  # of what the console has shown before
+
+# $1: where to; $2: 1 when that must be a directory; $3: the name of what comes. tar is read whole before the name is
+# given, so that nobody finds half a file.
+_UNPACK = r"""
+if [ -d "$1" ]; then exec tar -xf - -C "$1"; fi
+case $1 in */) echo "$1 is no directory" >&2; exit 20 ;; esac
+if [ "$2" = 1 ]; then echo "$1 is no directory" >&2; exit 20; fi
+parent=$(dirname "$1")
+[ -d "$parent" ] || { echo "there is no directory $parent" >&2; exit 20; }
+new=$(mktemp -d "$parent/.emu-cp-XXXXXX") || exit 21
+tar -xf - -C "$new" && mv -f "$new/$3" "$1"
+code=$?
+rm -rf "$new"
+exit $code
+"""
+_PACK = r"""
+[ -e "$1" ] || { echo "there is no $1" >&2; exit 20; }
+[ -f "$1" ] || [ -d "$1" ] || { echo "$1 is neither a file nor a directory" >&2; exit 20; }
+exec tar -cf - -C "$(dirname "$1")" "$(basename "$1")"
+"""
+_NOT_THERE = 20
+
+
+# ---- exec
+
+
+def run(book: Book, vm: str, argv: Sequence[str], stdin: bool) -> int:
+    """Run a program with our standard streams; its exit code."""
+    with connect(book) as control:
+        return control.exec(vm, argv, sys.stdin.fileno() if stdin else None, _write_through)
+
+
+def capture(book: Book, vm: str, argv: Sequence[str], stdin: bool) -> dict[str, Any]:
+    """Run a program; its exit code and what it wrote, as text."""
+    output = {1: bytearray(), 2: bytearray()}
+    with connect(book) as control:
+        source = sys.stdin.fileno() if stdin else None
+        code = control.exec(vm, argv, source, lambda stream, data: output[stream].extend(data))
+    stdout, stderr = (bytes(output[stream]).decode(errors="replace") for stream in (1, 2))
+    return {"code": code, "stdout": stdout, "stderr": stderr}
+
+
+def _write_through(stream: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(stream, rest) :]
+
+
+# ---- cp
+
+
+def copy(book: Book, sources: Sequence[str], target: str) -> None:
+    """Copy ``sources`` to ``target``, an existing directory where there are several."""
+    remote = [_REMOTE.fullmatch(one) for one in sources]
+    to = _REMOTE.fullmatch(target)
+    if to is not None and not any(remote):
+        for source in map(Path, sources):
+            if not source.exists():
+                raise UsageError(f"there is no {source}", "give a file or a directory")
+        for source in map(Path, sources):
+            _upload(book, source, to[1], to[2] or ".", len(sources) > 1)
+    elif to is None and all(remote):
+        place = Path(target)
+        if (len(sources) > 1 or target.endswith("/")) and not place.is_dir():
+            raise UsageError(f"{target} is no directory", "make it, or copy one file")
+        for match in remote:
+            assert match is not None
+            _download(book, match[1], match[2], place)
+    else:
+        raise UsageError("one side is in a VM, and only one", "write VM:PATH for it")
+
+
+def _upload(book: Book, source: Path, vm: str, target: str, into: bool) -> None:
+    place = source.resolve()
+    pack = ["tar", "-cf", "-", "-C", str(place.parent), "--", place.name]
+    with subprocess.Popen(pack, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tar:
+        assert tar.stdout is not None and tar.stderr is not None
+        argv = ["sh", "-c", _UNPACK, "emu-cp", target, str(int(into)), place.name]
+        code, said = _in_guest(book, vm, argv, tar.stdout.fileno(), lambda data: None)
+        tar.stdout.close()
+        complaint = tar.stderr.read().decode(errors="replace")
+    _judge(code, said, f"cannot copy {source} to {vm}:{target}")
+    if tar.returncode:
+        raise EmuError(f"cannot read all of {source}: {complaint.strip()}", "see its permissions")
+
+
+def _download(book: Book, vm: str, source: str, target: Path) -> None:
+    parent = target if target.is_dir() else target.parent
+    if not parent.is_dir():
+        raise UsageError(f"there is no directory {parent}", "make it, or give another path")
+    try:
+        new = Path(tempfile.mkdtemp(prefix=".emu-cp-", dir=parent))
+    except OSError as error:
+        raise UsageError(f"cannot write in {parent}: {error.strerror}", "give another path") from error
+    try:
+        unpack = ["tar", "-xf", "-", "--no-same-owner", "-C", str(new)]
+        with subprocess.Popen(unpack, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as tar:
+            assert tar.stdin is not None and tar.stderr is not None
+            code, said = _in_guest(book, vm, ["sh", "-c", _PACK, "emu-cp", source], None, _feeder(tar.stdin))
+            with contextlib.suppress(BrokenPipeError):
+                tar.stdin.close()
+            complaint = tar.stderr.read().decode(errors="replace")
+        _judge(code, said, f"cannot copy {vm}:{source}")
+        if tar.returncode:
+            raise EmuError(f"cannot write {target}: {complaint.strip()}", "see the free space and permissions")
+        for made in new.iterdir():
+            _move(made, target / made.name if target.is_dir() else target)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _move(made: Path, final: Path) -> None:
+    try:
+        if made.is_dir() and final.is_dir():
+            shutil.copytree(made, final, symlinks=True, dirs_exist_ok=True)
+        else:
+            os.replace(made, final)
+    except OSError as error:
+        raise UsageError(f"cannot write {final}: {error.strerror}", "remove it, or give another path") from error
+
+
+def _feeder(pipe: IO[bytes]) -> Callable[[bytes], None]:
+    def feed(data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # tar has ended and says why
+            pipe.write(data)
+
+    return feed
+
+
+def _in_guest(
+    book: Book, vm: str, argv: Sequence[str], stdin: int | None, write: Callable[[bytes], None]
+) -> tuple[int, str]:
+    complaint = bytearray()
+    with connect(book) as control:
+        code = control.exec(
+            vm, argv, stdin, lambda stream, data: write(data) if stream == 1 else complaint.extend(data)
+        )
+    return code, complaint.decode(errors="replace").strip()
+
+
+def _judge(code: int, said: str, what: str) -> None:
+    if code == _NOT_THERE:
+        raise UsageError(said, "give a path that is there")
+    if code:
+        raise EmuError(f"{what}: {said or f'tar ended with {code}'}", "see the free space in the guest")
+
+
+# ---- console
+
+
+def console(book: Book, vm: str, once: bool = False) -> None:
+    """Show the serial console of ``vm`` and type into it, until Ctrl-] or the end of the VM.
+
+    ``once``: only what it has shown so far. Where standard input is no terminal, it is typed until its end.
+    """
+    with connect(book) as control:
+        vms = control.status()["vms"]
+        if vm not in vms:
+            raise UsageError(f"there is no VM {vm}", f"there are: {', '.join(vms)}")
+        pid = Identity.of(vms[vm]["pid"])
+        with open(vms[vm]["console"], "rb") as log:
+            if once:
+                shutil.copyfileobj(log, sys.stdout.buffer)
+                sys.stdout.flush()
+                return
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
+            typing: int | None = sys.stdin.fileno()
+            with _raw_terminal() as is_terminal:
+                if is_terminal:
+                    print(f"console of {vm}; Ctrl-] leaves, Enter gives a shell", end="\r\n", file=sys.stderr)
+                while True:
+                    alive = pid is not None and pid.alive()
+                    _write_through(1, log.read())
+                    if not alive:
+                        print(f"{vm} has ended", end="\r\n", file=sys.stderr)
+                        return
+                    ready, _, _ = select.select([] if typing is None else [typing], [], [], _LOOK_S)
+                    if ready and typing is not None:
+                        keys = os.read(typing, 4096)
+                        if is_terminal and _LEAVE in keys:
+                            return
+                        typing = typing if keys else None
+                        control.type(vm, keys)
+
+
+@contextlib.contextmanager
+def _raw_terminal() -> Iterator[bool]:
+    """Every key goes to the guest, Ctrl-C too. False where standard input is no terminal."""
+    if not sys.stdin.isatty():
+        yield False
+        return
+    before = termios.tcgetattr(0)
+    tty.setraw(0)
+    try:
+        yield True
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)

@@ -1,0 +1,176 @@
+"""The caller's end of a lab that is up: finds it by its name and speaks with its supervisor (emu/supervisor.py).
+
+    with connect(find(None)) as control:           # the only lab that is up; find("my"): the one of that name
+        status = control.status()
+        code = control.exec("web", ["lsblk"], stdin=0, write=lambda stream, data: os.write(stream, data))
+
+The socket is ``control`` in the lab's directory. What passes it are the frames of images/agent.py, an object and raw
+bytes: one request per connection, then
+
+    status                            "stream": 1 + raw, a JSON object in pieces, then "code"
+    type    vm + raw                  "code": typed into the serial console
+    exec    vm, argv, stdin: bool     any number of "more": true and of "stream": 1|2 + raw, then "code"
+            raw                       input, one piece for each "more" and one to begin with; empty: its end
+
+An answer with "error" (message, fix, details, code, usage) is the last. When the caller's connection ends, so does
+its program.
+Errors: UsageError for a lab or VM that is not there; EmuError for what goes wrong in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+from dpu.errors import EmuError, UsageError
+from emu import ledger
+from emu.guest import GuestError
+from emu.ledger import Book
+from images.agent import JSON_BYTES_MAX, RAW_BYTES_MAX, Parser, pack
+
+SOCKET = "control"
+_DETAILS_CHARS_MAX = 30_000  # a frame holds them, escaped
+_SIGNALLED = 128  # a shell's rule for the exit code of a program that a signal has ended
+
+
+class RemoteError(EmuError):
+    """What the supervisor has to complain about; ``details``: the last lines of logs; ``code``: for the caller."""
+
+    def __init__(self, message: str, hint: str, details: str, code: int | None) -> None:
+        super().__init__(message, hint)
+        self.details = details
+        self.code = code
+
+    def __str__(self) -> str:
+        return super().__str__() + (f"\n{self.details}" if self.details else "")
+
+
+def labs() -> dict[str, Book]:
+    """The labs that are up, by name; those whose supervisor has died included."""
+    return ledger.claimed()
+
+
+def find(name: str | None) -> Book:
+    """The lab ``name``, or without a name the only one. UsageError where that is none, or more than one."""
+    known = labs()
+    living = [one for one, book in known.items() if book.living]
+    if name is None and len(living) == 1:
+        return known[living[0]]
+    if name is None and not living:
+        raise UsageError("no lab is up", "`emu up SCENARIO` starts one")
+    if name is None:
+        raise UsageError(f"{len(living)} labs are up: {', '.join(living)}", "name one (--lab NAME)")
+    if name not in known:
+        raise UsageError(f"there is no lab {name}", f"up are: {', '.join(living)}" if living else "`emu up SCENARIO`")
+    if not known[name].living:
+        raise UsageError(f"the supervisor of lab {name} has died", "`emu clean` removes what it has left")
+    return known[name]
+
+
+@contextlib.contextmanager
+def connect(book: Book, timeout_s: float | None = None) -> Iterator[Control]:
+    """A connection; ``timeout_s``: for each answer."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(str(book.file.with_suffix("") / SOCKET))
+        except OSError as error:
+            raise EmuError(
+                f"lab {book.lab} does not answer: {error.strerror}", "it may still be starting: see `emu status`"
+            ) from error
+        yield Control(sock)
+
+
+class Control:
+    """One connection."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._parser = Parser()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def status(self) -> dict[str, Any]:
+        """What ``Supervisor.status`` says."""
+        text = bytearray()
+        self._send(op="status")
+        self._follow(None, lambda stream, data: text.extend(data))
+        status: dict[str, Any] = json.loads(text)
+        return status
+
+    def type(self, vm: str, keys: bytes) -> None:
+        """Type into the serial console of ``vm``."""
+        for start in range(0, len(keys), RAW_BYTES_MAX):
+            self._send(keys[start : start + RAW_BYTES_MAX], op="type", vm=vm)
+            self._follow(None, lambda stream, data: None)
+
+    def exec(self, vm: str, argv: Sequence[str], stdin: int | None, write: Callable[[int, bytes], object]) -> int:
+        """Run a program in ``vm``; its exit code, 128 + n for signal n.
+
+        ``stdin``: a file descriptor of ours that is its input, or None. ``write(stream, data)``: its output.
+        """
+        self._send(op="exec", vm=vm, argv=list(argv), stdin=stdin is not None)
+        return self._follow(stdin, write)
+
+    def _follow(self, stdin: int | None, write: Callable[[int, bytes], object]) -> int:
+        wanted = stdin is not None  # a piece of input may be sent
+        while True:
+            sources = [self._sock.fileno(), stdin] if wanted and stdin is not None else [self._sock.fileno()]
+            ready, _, _ = select.select(sources, [], [])
+            if self._sock.fileno() in ready:
+                for answer, raw in self._received():
+                    match answer:
+                        case {"stream": stream}:
+                            write(stream, raw)
+                        case {"more": True}:
+                            wanted = True
+                        case {"code": code}:
+                            return int(code) if code >= 0 else _SIGNALLED - int(code)
+            elif stdin is not None:
+                data = os.read(stdin, RAW_BYTES_MAX)
+                self._send(data)
+                wanted = False
+                stdin = stdin if data else None
+
+    def _received(self) -> list[tuple[dict[str, Any], bytes]]:
+        data = self._sock.recv(4 * RAW_BYTES_MAX)
+        if not data:
+            raise EmuError("the lab has ended", "`emu status` shows what is up")
+        frames = self._parser.feed(data)
+        for answer, _ in frames:
+            if "error" in answer:
+                raise decode_error(answer["error"])
+        return frames
+
+    def _send(self, raw: bytes = b"", **fields: Any) -> None:
+        frame = pack(fields, raw)
+        if len(frame) - len(raw) > JSON_BYTES_MAX:
+            raise UsageError("the command line is too long", "put it into a script: `emu cp` takes it to the VM")
+        try:
+            self._sock.sendall(frame)
+        except OSError as error:
+            raise EmuError(f"the lab has ended: {error.strerror}", "`emu status` shows what is up") from error
+
+
+def encode_error(error: EmuError) -> dict[str, Any]:
+    """For another process, which raises what ``decode_error`` makes of it."""
+    details = str(error).removeprefix(EmuError.__str__(error)).strip("\n")
+    return {
+        "message": error.message,
+        "fix": error.hint,
+        "details": details[-_DETAILS_CHARS_MAX:],
+        "code": error.code if isinstance(error, GuestError) else None,
+        "usage": isinstance(error, UsageError),
+    }
+
+
+def decode_error(error: dict[str, Any]) -> EmuError:
+    if error["usage"]:
+        return UsageError(error["message"], error["fix"])
+    return RemoteError(error["message"], error["fix"], error["details"], error["code"])

@@ -1,0 +1,226 @@
+"""emu up, status, exec, cp, console and down: a real lab, used from the outside as a person and as a script would."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emu.paths import cache_dir
+from emu.process import Identity
+
+pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
+
+SCENARIO = """
+[vm.web]
+memory = "256M"
+nvme = ["card.a"]
+[dpu.card.nvme.a]
+namespaces = [{ size = "64M" }, { backend = "file", size = "64M" }]
+"""
+
+
+class Emu:
+    """The command with a runtime directory of its own, so that what is left can be seen."""
+
+    def __init__(self, base: Path, accel: str) -> None:
+        self.base = base
+        self.accel = accel
+        self.labs = base / f"dpu-emu-{os.getuid()}" / "labs"
+        self.environment = {**os.environ, "XDG_RUNTIME_DIR": str(base)}
+        (base / "up.toml").write_text(SCENARIO)
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-P", "-m", "emu.cli", *words]
+
+    def __call__(self, *words: str, input: bytes = b"", code: int = 0) -> subprocess.CompletedProcess[bytes]:
+        done = subprocess.run(
+            self.command(*words), env=self.environment, input=input, capture_output=True, timeout=600
+        )
+        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout!r}\n{done.stderr.decode()}"
+        return done
+
+    def json(self, *words: str, code: int = 0) -> Any:
+        return json.loads(self(*words, "--json", code=code).stdout)
+
+    def popen(self, *words: str) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        return subprocess.Popen(self.command(*words), env=self.environment, stdin=pipe, stdout=pipe, stderr=pipe)
+
+    def up(self, name: str) -> Any:
+        return self.json("up", str(self.base / "up.toml"), "--name", name, "--accel", self.accel)
+
+
+@pytest.fixture(scope="module")
+def emu(request: pytest.FixtureRequest) -> Iterator[Emu]:
+    with tempfile.TemporaryDirectory(prefix="emu-", dir="/tmp") as base:
+        emu = Emu(Path(base), request.config.getoption("--dpu-emu-accel"))
+        yield emu
+        emu("down", "--all")
+        emu("clean")
+        assert list(emu.labs.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def lab(emu: Emu) -> Any:
+    return emu.up("my")
+
+
+def await_end(pid: int) -> None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    assert select.select([fd], [], [], 60)[0], f"{pid} still runs"
+    os.close(fd)
+
+
+def files_of(lab: Any) -> Path:
+    return cache_dir("files") / Path(lab["directory"]).name
+
+
+def test_up_returns_when_all_is_there(emu: Emu, lab: Any) -> None:
+    assert (lab["ok"], lab["state"], lab["lab"]) == (True, "up", "my")
+    names = lab["vms"]["web"]["controllers"]["card.a"]["namespaces"]
+    assert sorted(names) == ["nvme0n1", "nvme0n2"]
+    shown = emu.json("status")["labs"]["my"]
+    assert {key: shown[key] for key in ("vms", "dpus", "pid")} == {key: lab[key] for key in ("vms", "dpus", "pid")}
+    parents = [
+        int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        for pid in (lab["vms"]["web"]["pid"], lab["dpus"]["card"]["pid"])
+    ]
+    assert parents == [lab["pid"]] * 2
+    assert b"a lab my is up already" in emu("up", str(emu.base / "up.toml"), "--name", "my", code=2).stderr
+
+
+def test_exec_is_the_program(emu: Emu, lab: Any) -> None:
+    done = emu("exec", "web", "--", "sh", "-c", "cat; echo err >&2; exit 7", input=b"in\0\xff" * 100_000, code=7)
+    assert (done.stdout, done.stderr) == (b"in\0\xff" * 100_000, b"err\n")
+    emu("exec", "web", "--", "sh", "-c", "kill -TERM $$", code=128 + signal.SIGTERM)
+    assert b"No such file" in emu("exec", "web", "--", "no-such-program", code=127).stderr
+    assert b"has no VM wb" in emu("exec", "wb", "--", "true", code=125).stderr
+    said = json.loads(emu("exec", "--json", "web", "--", "sh", "-c", "echo out; exit 3", code=3).stdout)
+    assert said == {"ok": False, "code": 3, "stdout": "out\n", "stderr": ""}
+
+
+def test_exec_streams_and_its_end_is_the_program_s_end(emu: Emu, lab: Any) -> None:
+    with emu.popen("exec", "web", "--", "sh", "-c", "echo $$; read x; echo got $x; exec sleep 1000") as running:
+        assert running.stdin is not None and running.stdout is not None
+        pid = int(running.stdout.readline())  # comes while the program runs
+        running.stdin.write(b"it\n")
+        running.stdin.flush()
+        assert running.stdout.readline() == b"got it\n"
+        assert emu("exec", "web", "--", "cat", f"/proc/{pid}/comm").stdout == b"sleep\n"
+        running.send_signal(signal.SIGINT)
+        _, complaint = running.communicate(timeout=60)
+        assert (running.returncode, complaint) == (130, b"emu: interrupted\n")
+    gone = f"while [ -e /proc/{pid} ]; do sleep 0.05; done"
+    emu("exec", "web", "--", "sh", "-c", gone)
+
+
+def test_cp_both_ways(emu: Emu, lab: Any, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "below").mkdir(parents=True)
+    data = os.urandom(1 << 20)
+    (tree / "below" / "data").write_bytes(data)
+    (tree / "run").write_text("#!/bin/sh\n")
+    (tree / "run").chmod(0o750)
+    (tree / "link").symlink_to("run")
+    emu("cp", str(tree), str(tree / "run"), "web:/tmp")
+    emu("cp", str(tree / "run"), "web:/tmp/renamed")
+    back = tmp_path / "back"
+    emu("cp", "web:/tmp/tree", str(back))
+    assert (back / "below" / "data").read_bytes() == data
+    assert (back / "run").stat().st_mode & 0o777 == 0o750 and (back / "link").readlink() == Path("run")
+    emu("cp", "web:/tmp/renamed", "web:/tmp/run", str(tmp_path))
+    assert (tmp_path / "renamed").read_bytes() == (tmp_path / "run").read_bytes() == b"#!/bin/sh\n"
+    assert not list(tmp_path.glob(".emu-cp*"))
+    for words in (
+        ("web:/tmp/none", str(tmp_path)),
+        (str(tmp_path / "none"), "web:/tmp"),
+        (str(tree / "run"), "web:/none/x"),
+        (str(tree / "run"), "web:/tmp/none/"),
+        ("web:/dev/nvme0n1", str(tmp_path)),
+        (str(tree), "web:/a", "web:/b"),
+    ):
+        assert b"  fix: " in emu("cp", *words, code=2).stderr, words
+
+
+def test_console_shows_what_is_typed_into_it(emu: Emu, lab: Any) -> None:
+    with emu.popen("console", "web") as console:
+        assert console.stdin is not None and console.stdout is not None
+        console.stdin.write(b"\necho typed-$((6*7))\n")
+        console.stdin.flush()
+        shown = b""
+        while b"typed-42" not in shown:
+            shown += (piece := os.read(console.stdout.fileno(), 4096))
+            assert piece, shown
+        console.send_signal(signal.SIGINT)
+        console.communicate(timeout=60)
+        assert console.returncode == 130
+    assert b"typed-42" in emu("console", "--once", "web").stdout
+
+
+@pytest.mark.slow
+def test_a_guest_that_reboots_is_found_again(emu: Emu, lab: Any) -> None:
+    with emu.popen("exec", "-n", "web", "--", "sleep", "1000") as running:
+        emu("exec", "web", "--", "sh", "-c", "touch /tmp/before; reboot")
+        _, complaint = running.communicate(timeout=600)
+        assert running.returncode in (125, 128 + signal.SIGTERM, 128 + signal.SIGKILL), complaint
+    # the old guest may still be ending, and takes programs that come in this moment with it
+    look = emu.command("exec", "-n", "web", "--", "sh", "-c", "ls /tmp/before; ls /dev/nvme0n?")
+    while (
+        seen := subprocess.run(look, env=emu.environment, capture_output=True)
+    ).returncode or b"/tmp" in seen.stdout:
+        assert seen.returncode in (0, 125), seen.stderr
+    assert seen.stdout == b"/dev/nvme0n1\n/dev/nvme0n2\n"
+
+
+def test_a_killed_supervisor_is_cleaned_up_after_twice_and_another_lab_lives_on(emu: Emu, lab: Any) -> None:
+    """Issue 3, 5.6."""
+    killed = emu.up("killed")
+    before = sorted(emu.labs.iterdir())
+    assert b"2 labs are up: killed, my" in emu("exec", "web", "--", "true", code=125).stderr
+    os.kill(killed["pid"], signal.SIGKILL)
+    for pid in (killed["pid"], killed["vms"]["web"]["pid"], killed["dpus"]["card"]["pid"]):
+        await_end(pid)  # without our help
+    assert emu.json("status")["labs"]["killed"]["state"] == "crashed"
+    assert sorted(emu.labs.iterdir()) == before and files_of(killed).exists()
+    found = emu.json("clean")["found"]
+    assert {one["lab"] for one in found} == {Path(killed["directory"]).name}
+    left = {path for path in before if path.name.startswith(Path(lab["directory"]).name)} | {emu.labs / "my.up"}
+    assert set(emu.labs.iterdir()) == left and not files_of(killed).exists() and files_of(lab).exists()
+    assert emu.json("clean")["found"] == []
+    assert set(emu.labs.iterdir()) == left
+    assert emu("exec", "web", "--", "echo", "alive").stdout == b"alive\n"
+
+
+def test_an_interrupted_up_leaves_nothing(emu: Emu) -> None:
+    before = set(emu.labs.iterdir())
+    with emu.popen("up", str(emu.base / "up.toml"), "--name", "no", "--accel", emu.accel) as starting:
+        assert starting.stderr is not None
+        while b"Starting 1 VM" not in (line := starting.stderr.readline()):
+            assert line
+        starting.send_signal(signal.SIGINT)
+        starting.communicate(timeout=60)
+        assert starting.returncode == 130
+    assert set(emu.labs.iterdir()) == before
+
+
+def test_down_leaves_nothing(emu: Emu, lab: Any) -> None:
+    """The last test of this module: it ends the lab of the others."""
+    pids = [lab["pid"], lab["vms"]["web"]["pid"], lab["dpus"]["card"]["pid"]]
+    identities = [Identity.of(pid) for pid in pids]
+    assert emu.json("down")["ended"] == ["my"]
+    assert not any(one is not None and one.alive() for one in identities)
+    assert list(emu.labs.iterdir()) == [] and not files_of(lab).exists()
+    assert b"no lab is up" in emu("status").stdout
