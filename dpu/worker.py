@@ -28,6 +28,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any
 
@@ -470,6 +471,7 @@ class Worker:
             "pid": os.getpid(),
             "generation": self._generation,  # of the worker: the first is 1
             "pollers": [poller.describe() for poller in self.pollers],
+            "threads": [[thread.name, thread.native_id] for thread in threading.enumerate()],
             "controllers": [client.stats() for client in self.clients.values() if not client.closed],
         }
 

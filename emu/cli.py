@@ -187,6 +187,15 @@ def _parser() -> argparse.ArgumentParser:
     console.add_argument("--once", action="store_true", help="print what it has shown so far, and leave")
     console.add_argument("vm", metavar="VM")
 
+    top = add("top", _top, "What the cards of a lab do: IOPS, latencies, punts, CPU of each stage; Ctrl-C leaves.")
+    top.add_argument("lab", nargs="?", metavar="NAME", help="needed where more than one lab is up")
+    top.add_argument(
+        "--once", action="store_true", help="one interval only (with --json: one document, else one a line)"
+    )
+    top.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
+    )
+
     down = add("down", _down, "End a lab; nothing of it is left.")
     down.add_argument("lab", nargs="?", metavar="NAME", help="needed where more than one lab is up")
     down.add_argument("--all", action="store_true", help="every lab that is up")
@@ -480,6 +489,48 @@ def _console(arguments: argparse.Namespace) -> int:
     if arguments.json:
         raise UsageError("a console is no JSON", "leave --json out")
     attach.console(control.find(arguments.lab), arguments.vm, arguments.once)
+    return OK
+
+
+def _interval(text: str) -> float:
+    value = float(text)
+    if not 0.05 <= value <= 3600:
+        raise argparse.ArgumentTypeError("0.05 to 3600 seconds")
+    return value
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from emu import control, top
+    from emu.up import status_of
+
+    book = control.find(arguments.lab)
+    name = next(name for name, one in control.labs().items() if one.file == book.file)
+    lab = status_of({name: book})[name]
+    if lab["state"] != "up":
+        raise EmuError(f"lab {name} is {lab['state']}", "`emu status` says when it is up")
+    views = top.views(lab, arguments.interval)
+    if arguments.once:
+        views = itertools.islice(views, 1)
+    console = Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
+    try:
+        if arguments.json:
+            for shown in views:
+                print(json.dumps(shown, indent=2 if arguments.once else None), flush=True)
+        elif arguments.once or not console.is_terminal:
+            for shown in views:
+                console.print(top.as_table(name, shown))
+        else:
+            with Live(console=console, screen=True, auto_refresh=False) as live:
+                for shown in views:
+                    live.update(top.as_table(name, shown), refresh=True)
+                    if not book.living:
+                        break
+    except KeyboardInterrupt:  # the ordinary end
+        if arguments.once:
+            raise
     return OK
 
 

@@ -39,15 +39,16 @@ Stats = Mapping[str, Mapping[str, Any] | None]
 
 def ask(sockets: Mapping[str, str]) -> Stats:
     """bdev_get_iostat of each DPU; ``sockets``: RPC sockets by name."""
-    return {name: _ask(path) for name, path in sockets.items()}
+    return {name: call(path, "bdev_get_iostat") for name, path in sockets.items()}
 
 
-def _ask(path: str) -> Mapping[str, Any] | None:
+def call(path: str, method: str) -> Mapping[str, Any] | None:
+    """One RPC without parameters to the socket ``path``; None when it is not answered."""
     try:
         client = JSONRPCClient(path, timeout=ANSWER_S)
         try:
             client.get_logger().handlers.clear()  # each client adds one to the logger that they share
-            answer: Mapping[str, Any] = client.call("bdev_get_iostat", {})
+            answer: Mapping[str, Any] = client.call(method, {})
             return answer
         finally:
             client.sock.close()

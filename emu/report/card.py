@@ -19,6 +19,7 @@ Limits: an SPDK target tells ``io`` only.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,19 @@ def since(before: Look, after: Look) -> dict[str, Any]:
     document: dict[str, Any] = {"io": {key: count - before.io.get(key, 0) for key, count in after.io.items()}}
     if not after.pid:
         return document
+    document |= queues_since(before.queues, after.queues)
+    if before.pid == after.pid and after.cpu_ns:
+        document["cpu_ns"] = after.cpu_ns - before.cpu_ns
+    return document
+
+
+def queues_since(before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The part of ``since`` that queues count; rows of ``dpu_get_stats`` by SQID."""
     sums: Counter[str] = Counter()
     latency: Counter[int] = Counter()
-    complete = set(before.queues) <= set(after.queues)
-    for sqid, row in after.queues.items():
-        old = before.queues.get(sqid, {})
+    complete = set(before) <= set(after)
+    for sqid, row in after.items():
+        old = before.get(sqid, {})
         if old and (old["epoch"] != row["epoch"] or old["fetched"] > row["fetched"]):
             old, complete = {}, False
         for key in row.keys() - _ABOUT - {"latency"}:
@@ -74,11 +83,9 @@ def since(before: Look, after: Look) -> dict[str, Any]:
             sums.subtract(_flat(key, old.get(key, 0)))
         latency.update(dict(row["latency"]))
         latency.subtract(dict(old.get("latency", [])))
-    document |= {key: sums[key] for key in sorted(sums)}
+    document: dict[str, Any] = {key: sums[key] for key in sorted(sums)}
     document["latency"] = [[floor_ns, count] for floor_ns, count in sorted(latency.items()) if count]
     document["complete"] = complete
-    if before.pid == after.pid and after.cpu_ns:
-        document["cpu_ns"] = after.cpu_ns - before.cpu_ns
     return document
 
 

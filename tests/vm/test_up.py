@@ -155,6 +155,33 @@ def test_cp_both_ways(emu: Emu, lab: Any, tmp_path: Path) -> None:
         assert b"  fix: " in emu("cp", *words, code=2).stderr, words
 
 
+def test_top_counts_what_fio_does(emu: Emu, lab: Any) -> None:
+    """Over its intervals, exactly as many commands as fio says; one of them is a Flush."""
+    with emu.popen("top", "--json", "--interval", "0.2") as top:
+        assert top.stdout is not None
+        top.stdout.readline()  # it has its first look
+        job = "--rw=randrw --bs=4k --size=4m --iodepth=8 --direct=1 --ioengine=io_uring --output-format=json"
+        fio = ["fio", "--name=x", "--filename=/dev/nvme0n1", *job.split()]
+        done = json.loads(emu("exec", "-n", "web", "--", *fio).stdout)["jobs"][0]
+        commands = 0
+        views: list[dict[str, Any]] = []
+        while commands < 1024 or views[-1]["commands"]:
+            view = json.loads(top.stdout.readline())["dpus"]["card"]
+            views.append(view["controllers"]["a"])
+            commands += views[-1]["commands"]
+        top.send_signal(signal.SIGINT)
+        top.communicate(timeout=60)
+        assert top.returncode == 0
+    assert done["read"]["total_ios"] + done["write"]["total_ios"] == 1024
+    assert commands - 1024 in (0, 1)  # the close of a block device flushes
+    moved = [round(sum(view[key] for view in views)) for key in ("read_bytes_per_s", "write_bytes_per_s")]
+    assert min(moved) > 0
+    busy = next(view for view in views if view["commands"])
+    assert 0 < busy["latency_ns"]["p50"] <= busy["latency_ns"]["p99"] <= busy["latency_ns"]["p99.9"]
+    assert view["cpus"].keys() >= {"asic", "control", "keeper"}
+    assert b"card.a" in emu("top", "--once", "--interval", "0.1").stdout
+
+
 def test_console_shows_what_is_typed_into_it(emu: Emu, lab: Any) -> None:
     with emu.popen("console", "web") as console:
         assert console.stdin is not None and console.stdout is not None
