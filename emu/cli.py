@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
     own = [*itertools.takewhile(lambda word: word != "--", words)]
-    as_json, starts_a_lab = "--json" in own, bool({"run", "up"} & set(own[:1]))
+    as_json, starts_a_lab = "--json" in own, bool({"run", "up", "compare"} & set(own[:1]))
     try:
         arguments = _parser().parse_args(words)
         as_json = arguments.json
