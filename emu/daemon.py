@@ -1,4 +1,4 @@
-"""One `dpud` process: started, configured over JSON-RPC, ended.
+"""One DPU process, `dpud` or SPDK's `nvmf_tgt`: started, configured over JSON-RPC, ended.
 
     dpu = Dpu(DpuConfig("card", (ControllerConfig("fast"),)), directory, out, files)
     await dpu.start()
@@ -23,7 +23,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,12 +36,16 @@ from emu.process import Process, tail, tree_cpu_s
 
 START_LIMIT_S = 300.0  # the first start compiles the pollers, on a loaded host for minutes
 RPC_LIMIT_S = 60.0
+_SOCKET_POLL_S = 0.05
 _FIXES = {  # of an RPC that fails, by its code: -errno
     -errno.ENOMEM: 'make the namespace smaller, or take backend = "file"',
     -errno.EBUSY: "end the lab or the program that uses the file, or give another path",
     -errno.EACCES: "see the file's permissions, or give another path",
 }
 _RESTART = re.compile(r"worker \d+ died \(.*\), \d+ serves after ([\d.]+) ms")  # dpu/keeper.py
+
+
+Engine = Literal["dpud", "spdk"]
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,15 @@ class ControllerConfig:
 
 @dataclass(frozen=True)
 class DpuConfig:
-    """``cpus``: host CPUs of the pollers as a list, "0,2-3"; "" leaves the choice to dpud."""
+    """``cpus``: host CPUs of the pollers as a list, "0,2-3"; "" leaves the choice to the daemon.
+
+    ``engine``: our ``dpud``, or the ``nvmf_tgt`` of the user's own SPDK (variable SPDK_DIR: its built source tree).
+    """
 
     name: str
     controllers: tuple[ControllerConfig, ...] = ()
     cpus: str = ""
+    engine: Engine = "dpud"
 
 
 class DpuError(EmuError):
@@ -89,10 +97,29 @@ class DpuError(EmuError):
 # ---- pure: what is run and what is asked for; --dry-run prints it
 
 
-def dpud_command(config: DpuConfig, rpc: Path) -> list[str]:
-    """The daemon's command line, for this Python."""
+def daemon_command(config: DpuConfig, rpc: Path) -> list[str]:
+    """The command line of the DPU's daemon, whose JSON-RPC socket is ``rpc``.
+
+    :raises EmuError: engine "spdk" without a built SPDK
+    """
     cpus = ["-m", f"[{config.cpus}]"] if config.cpus else []
+    if config.engine == "spdk":
+        # No PCI: the devices of the host are not for this lab. No locks: its neighbours may use the same CPUs.
+        return [str(_nvmf_tgt()), "-r", str(rpc), *cpus, "--no-pci", "--disable-cpumask-locks"]
     return [sys.executable, "-P", "-m", "dpu.daemon", "-r", str(rpc), *cpus]
+
+
+def _nvmf_tgt() -> Path:
+    folder = os.environ.get("SPDK_DIR")
+    if not folder:
+        raise EmuError('engine = "spdk" runs your own SPDK, and SPDK_DIR is not set', "set it to SPDK's source tree")
+    program = Path(folder).absolute() / "build/bin/nvmf_tgt"
+    if not os.access(program, os.X_OK) or not program.is_file():
+        raise EmuError(
+            f"there is no program {program}",
+            "build SPDK there: ./configure --with-vfio-user && make; or set SPDK_DIR to another tree",
+        )
+    return program
 
 
 def nqn(dpu: str, controller: str) -> str:
@@ -133,7 +160,8 @@ def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str
             calls.append(_bdev_call(bdev, namespace, backing_file(config, controller, nsid, files)))
             add = {"nqn": name, "namespace": {"bdev_name": bdev, "nsid": nsid}}
             calls.append(("nvmf_subsystem_add_ns", add))
-        address = {"trtype": "VFIOUSER", "traddr": str(listener_directory(directory, controller.name))}
+        folder = str(listener_directory(directory, controller.name))
+        address = {"trtype": "VFIOUSER", "traddr": folder, "trsvcid": "0"}
         calls.append(("nvmf_subsystem_add_listener", {"nqn": name, "listen_address": address}))
     return calls
 
@@ -160,7 +188,8 @@ class Dpu:
         self.directory = directory
         self.files = files
         self.ledger = ledger
-        self.log = out / "dpud.log"
+        self.program = "dpud" if config.engine == "dpud" else "nvmf_tgt"
+        self.log = out / f"{self.program}.log"
         self.rpc_socket = socket_path(directory, "rpc")
         self._process: Process | None = None
 
@@ -208,35 +237,51 @@ class Dpu:
     async def start(self) -> None:
         """Start the daemon and wait until it answers; it has no configuration yet."""
         assert not self.running, f"{self.name} runs already"
-        command = dpud_command(self.config, self.rpc_socket)
+        command = daemon_command(self.config, self.rpc_socket)
         self.rpc_socket.unlink(missing_ok=True)
         if self._process is None:  # the first start: what is there is another lab's
             self.log.unlink(missing_ok=True)
-        ready, theirs = os.pipe()
+        if self.config.engine == "spdk":
+            self._spawn(command)
+            ready: Coroutine[Any, Any, object] = self._answers()
+        else:
+            reading, theirs = os.pipe()
+            try:
+                self._spawn([*command, "--ready-fd", str(theirs)], theirs)
+            except BaseException:
+                os.close(reading)
+                raise
+            finally:
+                os.close(theirs)
+            ready = _read_some(reading)
         try:
-            self._process = Process.spawn(
-                [*command, "--ready-fd", str(theirs)],
-                log=self.log,
-                what=f"dpud {self.name}",
-                ledger=self.ledger,
-                pass_fds=[theirs],
-            )
-        except BaseException:
-            os.close(ready)
-            raise
-        finally:
-            os.close(theirs)
-        try:
-            said = await asyncio.wait_for(_read_some(ready), START_LIMIT_S)
+            said = await asyncio.wait_for(ready, START_LIMIT_S)
         except TimeoutError:
             await self.process.kill()
-            raise self.error(f"dpud is not ready after {START_LIMIT_S:.0f} s", f"its log is {self.log}") from None
+            raise self.error(
+                f"{self.program} is not ready after {START_LIMIT_S:.0f} s", f"its log is {self.log}"
+            ) from None
         except BaseException:
             await self.process.kill()
             raise
         if not said:
             code = await self.process.terminate()
-            raise self.error(f"dpud ended with {code} before it was ready", f"its log is {self.log}")
+            raise self.error(f"{self.program} ended with {code} before it was ready", f"its log is {self.log}")
+
+    def _spawn(self, command: list[str], *fds: int) -> None:
+        what = f"{self.program} {self.name}"
+        self._process = Process.spawn(command, log=self.log, what=what, ledger=self.ledger, pass_fds=fds)
+
+    async def _answers(self) -> bool:
+        """Wait until SPDK's target has initialized itself; False when it has ended instead."""
+        while self.running:
+            try:
+                await self.rpc("framework_wait_init")
+            except DpuError:
+                await asyncio.sleep(_SOCKET_POLL_S)  # nothing tells when the socket is there
+            else:
+                return True
+        return False
 
     async def configure(self) -> None:
         """Make it what ``config`` says; makes the back ends' files first."""
@@ -262,7 +307,8 @@ class Dpu:
             client.abort()  # lets the thread go
             raise
         except RpcError as error:
-            raise self.error(f"{method}: {error.message} ({error.code})", code=error.code) from error
+            text = f"{method}: {error.message} ({error.code})"
+            raise self.error(text, _FIXES.get(error.code, ""), error.code) from error
         except EmuError as error:
             raise self.error(error.message, error.hint) from error
 

@@ -34,7 +34,8 @@ SPDK_RPC: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "bdev_aio_create": lambda p: [p["filename"], p["name"], p["block_size"]],
     "nvmf_subsystem_add_ns": lambda p: [p["nqn"], p["namespace"]["bdev_name"], "-n", p["namespace"]["nsid"]],
     "nvmf_subsystem_add_listener": lambda p: [
-        *(p["nqn"], "-t", p["listen_address"]["trtype"], "-a", p["listen_address"]["traddr"])
+        *(p["nqn"], "-t", p["listen_address"]["trtype"], "-a", p["listen_address"]["traddr"]),
+        *("-s", p["listen_address"]["trsvcid"]),
     ],
 }
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from dpu.errors import EmuError
 from emu import accel, images, qemu, snapshot
 from emu.accel import Accel
-from emu.daemon import ControllerConfig, Dpu, DpuConfig, NamespaceConfig, dpud_command, rpc_calls
+from emu.daemon import ControllerConfig, Dpu, DpuConfig, NamespaceConfig, daemon_command, rpc_calls
 from emu.ledger import Ledger
 from emu.paths import cache_dir
 from emu.progress import Progress
@@ -71,6 +71,8 @@ class LabConfig:
 
 def prepare(config: LabConfig, progress: Progress) -> Platform:
     """What the lab's VMs run on: found, or fetched and built where that has not been done yet."""
+    for dpu in config.dpus:
+        daemon_command(dpu, Path())  # says at once that there is no SPDK
     return Platform(qemu.find(config.qemu, progress), accel.choose(config.accel, progress), images.get(progress))
 
 
@@ -96,7 +98,7 @@ def plan(config: LabConfig, platform: Platform, directory: Path, files: Path) ->
             socket = directory / dpu / controller / "cntrl"
             command += ["-device", json.dumps(device_json(socket, f"{dpu}.{controller}", port))]
         vms[vm.name] = command
-    dpus = {dpu.name: dpud_command(dpu, directory / dpu.name / "rpc") for dpu in config.dpus}
+    dpus = {dpu.name: daemon_command(dpu, directory / dpu.name / "rpc") for dpu in config.dpus}
     rpc = {dpu.name: rpc_calls(dpu, directory / dpu.name, files) for dpu in config.dpus}
     return Plan(vms, dpus, rpc)
 

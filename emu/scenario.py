@@ -88,6 +88,8 @@ class ControllerSpec(_Spec):
 class DpuSpec(_Spec):
     cpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
     """Host CPUs of its pollers; none: the daemon's own choice."""
+    engine: Literal["dpud", "spdk"] = "dpud"
+    """"spdk": the user's own ``nvmf_tgt`` from SPDK_DIR in place of ``dpud``."""
     nvme: dict[str, ControllerSpec] = Field(default={}, max_length=CONTROLLERS_MAX)
 
 
@@ -183,7 +185,7 @@ class Scenario:
             )
             for controller_name, controller in dpu.nvme.items()
         )
-        return DpuConfig(name=name, controllers=controllers, cpus=",".join(map(str, dpu.cpus)))
+        return DpuConfig(name, controllers, cpus=",".join(map(str, dpu.cpus)), engine=dpu.engine)
 
     def _path(self, path: str | None) -> Path | None:
         return None if path is None else self.folder / path

@@ -52,7 +52,7 @@ def test_rpc_calls_make_what_the_configuration_says() -> None:
     assert calls[2][1] == {"name": "fast.1", "num_blocks": 2048, "block_size": 512}
     assert calls[4][1] == {"filename": "/d/x.raw", "name": "fast.2", "block_size": 4096}
     assert calls[5][1]["namespace"] == {"bdev_name": "fast.2", "nsid": 2}
-    assert calls[6][1]["listen_address"] == {"trtype": "VFIOUSER", "traddr": "/run/c/fast"}
+    assert calls[6][1]["listen_address"] == {"trtype": "VFIOUSER", "traddr": "/run/c/fast", "trsvcid": "0"}
     assert calls[8][1]["num_blocks"] == 262144
     assert calls[10][1]["filename"] == "/files/card.slow.2.raw"
     json.dumps(calls)
@@ -65,7 +65,7 @@ def test_rpc_calls_make_what_the_configuration_says() -> None:
 
 @pytest.mark.parametrize(("cpus", "expected"), [("0", [0]), ("0,2-3", [0, 2, 3])])
 def test_dpud_understands_the_cpus_it_is_given(cpus: str, expected: list[int]) -> None:
-    command = daemon.dpud_command(DpuConfig("card", cpus=cpus), Path("/run/rpc"))
+    command = daemon.daemon_command(DpuConfig("card", cpus=cpus), Path("/run/rpc"))
     assert command[-2] == "-m"
     assert parse_cpus(command[-1], range(8)) == expected
 
@@ -155,7 +155,7 @@ while True:
 def stand_in(mode: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Dpu:
     program = directory / "dpud.py"
     program.write_text(f"MODE = {mode!r}\n{STAND_IN}")
-    monkeypatch.setattr(daemon, "dpud_command", lambda config, rpc: [sys.executable, str(program), "-r", str(rpc)])
+    monkeypatch.setattr(daemon, "daemon_command", lambda config, rpc: [sys.executable, str(program), "-r", str(rpc)])
     return Dpu(DpuConfig("card"), directory, directory, directory)
 
 
