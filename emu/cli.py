@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dpu.errors import EmuError, UsageError
+from emu.fabric.arguments import EXAMPLES as FABRIC_EXAMPLES
+from emu.fabric.arguments import add_verbs as add_fabric_verbs
 
 # Everything else is imported by the command that needs it, so that none waits for another's.
 
@@ -232,6 +234,9 @@ def _parser() -> argparse.ArgumentParser:
     metrics = add("metrics", _metrics, "A DPU's I/O counters for Prometheus, as OpenMetrics text.")
     metrics.add_argument("socket", nargs="+", metavar="[NAME=]SOCKET", help="a JSON-RPC socket; NAME is its label")
     metrics.add_argument("--listen", metavar="[HOST:]PORT", help="serve http://HOST:PORT/metrics; else print once")
+
+    fabric = add("fabric", _fabric, "A live fabric: up, show, fault, flows, capture, exec, down.", FABRIC_EXAMPLES)
+    add_fabric_verbs(fabric, common)
 
     images = add("images", _images, "Guest images in the cache.", _IMAGES_HELP)
     images.add_argument("verb", choices=tuple(_IMAGES), metavar="VERB", help=" | ".join(_IMAGES))
@@ -618,6 +623,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(document)
     return code
+
+
+def _fabric(arguments: argparse.Namespace) -> int:
+    from emu.fabric.client import run
+
+    return run(arguments)
 
 
 def _metrics(arguments: argparse.Namespace) -> int:

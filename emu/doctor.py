@@ -334,6 +334,15 @@ def _has_image() -> bool:
     return any(image["current"] for image in images.images())
 
 
+def _fabric(asked: Asked) -> Answer:
+    from net.probe import missing  # LLVM and netlink, which no other check needs
+
+    lacking = missing()
+    if lacking:
+        return "warn", f"no live fabrics here: {'; '.join(lacking)}", "give it what is named; the rest works without"
+    return "ok", "namespaces, SRv6 with next-csid, BPF programs and HTB work", ""
+
+
 def _load(asked: Asked) -> Answer:
     cores = len(os.sched_getaffinity(0))
     load = os.getloadavg()[0]
@@ -374,5 +383,6 @@ CHECKS: dict[str, Callable[[Asked], Answer]] = {
     "socket directory": _sockets,
     "open files": _files,
     "package mirror": _mirror,
+    "fabric": _fabric,
     "host load": _load,
 }

@@ -25,16 +25,20 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dpu.errors import EmuError
 from emu import accel, images, qemu, snapshot
 from emu.accel import Accel
 from emu.daemon import ControllerConfig, Dpu, DpuConfig, NamespaceConfig, daemon_command, rpc_calls
+from emu.fabric.spec import FabricSpec
 from emu.ledger import Ledger
 from emu.paths import cache_dir
 from emu.progress import Progress
 from emu.vm import DiskConfig, Platform, Vm, VmConfig, VmError, VmPaths, device_json, qemu_command
+
+if TYPE_CHECKING:
+    from net.fabric import Fabric
 
 __all__ = [
     "ControllerConfig",
@@ -61,6 +65,7 @@ class LabConfig:
     name: str = "lab"
     vms: tuple[VmConfig, ...] = ()
     dpus: tuple[DpuConfig, ...] = ()
+    fabric: FabricSpec | None = None
     qemu: str | None = None  # path of the QEMU to use
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     restore: bool = True  # False: cold boot, no template snapshot
@@ -114,6 +119,7 @@ class Lab:
         self.dpus: dict[str, Dpu] = {}
         self.out = Path()
         self.ledger: Ledger | None = None
+        self.fabric: Fabric | None = None
         self._signals = _SigTerm()
 
     async def __aenter__(self) -> Lab:
@@ -121,6 +127,8 @@ class Lab:
         self._signals.install()
         try:
             self._make_directories()
+            if self.config.fabric is not None:
+                self.fabric = await asyncio.to_thread(self.config.fabric.bring_up)
             self.progress.step(f"Starting {_count(self.config.vms, 'VM')}, {_count(self.config.dpus, 'DPU')}")
             starts = [self._start_dpu(dpu) for dpu in self.dpus.values()]
             await together([*starts, *map(self._start_vm, self.vms.values())])
@@ -207,6 +215,8 @@ class Lab:
         finally:
             for things in (self.vms.values(), self.dpus.values()):
                 await asyncio.gather(*(one.stop() for one in things), return_exceptions=True)
+            if self.fabric is not None:
+                self.fabric.close()
             if self.ledger is not None:
                 self.ledger.close(keep=self.config.keep)
 

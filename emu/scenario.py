@@ -43,6 +43,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dpu.backends.memory import memory_available_bytes
 from dpu.errors import EmuError
+from emu.fabric.spec import FabricSpec
 from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
 from emu.toml_lines import Path as KeyPath
 from emu.toml_lines import key_lines, line_of
@@ -141,6 +142,7 @@ class Scenario:
     workloads: tuple[Params, ...]
     folder: Path = field(default_factory=Path)
     """What the paths in it are relative to."""
+    fabric: FabricSpec | None = None
 
     def lab_config(self, **more: Any) -> LabConfig:
         """The lab of this scenario; ``more`` are other fields of :class:`LabConfig`."""
@@ -148,6 +150,7 @@ class Scenario:
             name=self.name,
             vms=tuple(self._vm(name, vm) for name, vm in self.vms.items()),
             dpus=tuple(self._dpu(name, dpu) for name, dpu in self.dpus.items()),
+            fabric=self.fabric,
             **more,
         )
 
@@ -156,6 +159,7 @@ class Scenario:
             "name": self.name,
             "vm": {name: vm.model_dump(mode="json") for name, vm in self.vms.items()},
             "dpu": {name: dpu.model_dump(mode="json") for name, dpu in self.dpus.items()},
+            **({} if self.fabric is None else {"fabric": self.fabric.model_dump(mode="json", exclude_none=True)}),
             "workload": [params.model_dump(mode="json") for params in self.workloads],
         }
 
@@ -275,18 +279,20 @@ class _Checker:
 
     def scenario(self, name: str) -> Scenario:
         for key in self.document:
-            if key not in ("vm", "dpu", "workload"):
-                self.problem((key,), _unknown("key", key, ("vm", "dpu", "workload")))
+            if key not in ("vm", "dpu", "fabric", "workload"):
+                self.problem((key,), _unknown("key", key, ("vm", "dpu", "fabric", "workload")))
         dpus = self.named_parts("dpu", DpuSpec)
         vms = self.named_parts("vm", VmSpec)
         self.check_attachments()
         self.check_shared(vms, dpus)
         self.check_machine(vms, dpus)
         workloads = self.workloads()
-        if not self.document.get("vm"):
+        fabric = self.part(FabricSpec, self.document.get("fabric", {}), ("fabric",))
+        if not self.document.get("vm") and "fabric" not in self.document:
             self.problem((), "there is no VM; add a table such as [vm.web]")
         self.problems = sorted(dict.fromkeys(self.problems), key=lambda problem: _line(problem.where))
-        return Scenario(name, vms, dpus, tuple(workloads), self.folder)
+        fabric = fabric if "fabric" in self.document else None
+        return Scenario(name, vms, dpus, tuple(workloads), self.folder, fabric)
 
     def named_parts(self, kind: str, model: type[Model]) -> dict[str, Model]:
         """The tables ``[kind.NAME]`` that are right."""

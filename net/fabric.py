@@ -38,7 +38,7 @@ from net.probe import missing
 from net.srv6 import Plan
 from net.switch.live import Callback, Flow, LivePorts
 from net.switch.model import Cause
-from net.switch.ports import Fault, PortRecord
+from net.switch.ports import PROBABILITIES, Fault, PortRecord
 from net.switch.settings import FabricSettings
 from net.switch.software import SoftPort, SoftPorts
 from net.topology import Link, Node, Port, Tier, Topology
@@ -191,6 +191,17 @@ class Fabric:
         for port in self._ports(link, by):
             engine = self._engine(port)
             engine.set_rate(port, replace(engine.config(port), rate_bps=rate_bps))
+
+    def rate(self, link: str, by: str | None = None) -> int:
+        """The line rate of what ``by`` sends, bits per second."""
+        port = self.port(link, by)
+        return self._engine(port).config(port).rate_bps
+
+    def state(self, link: str, by: str | None = None) -> dict[str, float]:
+        """The faults that ``by``'s direction has now: ``down`` 1, shares of the others; nothing where all is well."""
+        record = self._record(self.port(link, by))
+        found = {"down": float(record.down), **{name: record.get_share(name) for name in PROBABILITIES}}
+        return {name: value for name, value in found.items() if value}
 
     def heal(self) -> None:
         """Ends every fault; rates stay."""

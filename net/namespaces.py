@@ -45,6 +45,11 @@ def _check(result: int, what: str) -> None:
         raise NetError(f"cannot {what}: {os.strerror(code)}", hint)
 
 
+def enter(fd: int) -> None:
+    """Moves the calling thread, and what it starts, into a namespace for good."""
+    _check(_libc.setns(fd, _CLONE_NEWNET), "enter a network namespace")
+
+
 class Namespace:
     """One node's network. ``fd`` is its descriptor; ``netlink`` its socket; ``name`` for messages."""
 

@@ -102,6 +102,10 @@ class PortRecord(ctypes.LittleEndianStructure):
         check_share(fault, value)
         setattr(self, fault, round(value * ALWAYS))
 
+    def get_share(self, fault: str) -> float:
+        """The share of packets that meet ``fault``."""
+        return float(getattr(self, fault) / ALWAYS)
+
     def packets(self, cause: Cause) -> int:
         """Packets offered, by what became of them."""
         return int(self.cause_packets[CAUSES.index(cause)])

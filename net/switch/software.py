@@ -81,6 +81,9 @@ class SoftPort:
         else:
             self.shares[fault] = value
 
+    def get_share(self, fault: str) -> float:
+        return self.queue.loss if fault == "loss" else self.shares[fault]
+
     def packets(self, cause: Cause) -> int:
         return self.queue.packets[cause]
 

@@ -1,0 +1,328 @@
+"""What the verbs of `emu fabric` do: they ask the process that has the fabric (emu.fabric.holder).
+
+Errors: EmuError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from dpu.errors import EmuError
+from emu.fabric import picture
+from emu.fabric.holder import address
+from emu.fabric.spec import FabricSpec, parse_rate
+from emu.process import Identity
+from net.errors import NetError
+from net.namespaces import enter
+
+_SPEC_KEYS = (
+    "planes",
+    "t0",
+    "t1",
+    "hosts",
+    "radix",
+    "rate",
+    "uplink_rate",
+    "engine",
+    "ecn",
+    "trim",
+    "last_hop_trim",
+    "limit",
+)
+_NEVER_KEYS = ("ecn", "trim", "last_hop_trim")
+_ANSWER_S, _END_S = 60.0, 10.0
+_LOG_COLUMNS = 120
+Document = dict[str, Any]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """One verb; the exit code."""
+    try:
+        document, text = VERBS[arguments.verb](arguments)
+    except NetError as error:
+        raise EmuError(error.message, error.hint) from error
+    if arguments.json:
+        print(json.dumps({"ok": True, **document}, indent=2, default=str))
+    elif text is not None:
+        Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS).print(text, markup=False, highlight=False)
+    return 0
+
+
+def ask(name: str, verb: str, **fields: Any) -> tuple[Document, list[int]]:
+    """The holder's answer to one request, and descriptors that came with it."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(address(name)))
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise EmuError(f'there is no fabric "{name}"', "`emu fabric up` makes one") from error
+        connection.settimeout(_ANSWER_S)
+        connection.sendall((json.dumps({"do": verb, **fields}) + "\n").encode())
+        data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 1)
+        while more := connection.recv(1 << 20):
+            data += more
+    if not data:
+        raise EmuError(f'fabric "{name}" has not answered', "`emu clean` removes what is left of one that has ended")
+    answer = json.loads(data)
+    if not answer.pop("ok"):
+        raise EmuError(answer["error"]["message"], answer["error"]["hint"])
+    return answer, fds
+
+
+# The verbs: each returns the JSON document and what a person sees.
+
+Shown = tuple[Document, Any]
+
+
+def _up(arguments: argparse.Namespace) -> Shown:
+    spec = _spec(arguments)
+    if _answers(arguments.name):
+        raise EmuError(f'fabric "{arguments.name}" is up already', "take it down, or give another --name")
+    address(arguments.name).unlink(missing_ok=True)
+    topology = spec.topology()
+    read, write = os.pipe()
+    command = [sys.executable, "-m", "emu.fabric.holder", arguments.name, spec.model_dump_json(), str(write)]
+    with os.fdopen(read) as ready:
+        try:
+            child = subprocess.Popen(command, pass_fds=[write], stdin=subprocess.DEVNULL, start_new_session=True)
+        finally:
+            os.close(write)
+        said = ready.read()
+    if not said:
+        raise EmuError(f"the fabric's process ended with code {child.wait()}", "what it said is above")
+    answer = json.loads(said)
+    if not answer.pop("ok"):
+        raise EmuError(answer["error"]["message"], answer["error"]["hint"])
+    if arguments.plan is not None:
+        arguments.plan.write_text(ask(arguments.name, "plan")[0]["toml"])
+    text = (
+        f'fabric "{arguments.name}" is up: {topology.planes} planes x ({topology.t0_per_plane} T0 + '
+        f"{topology.t1_per_plane} T1), {topology.hosts} hosts, {topology.link_count} links, engine {spec.engine}; "
+        f"process {answer['pid']}\nplan: {answer['plan']}"
+    )
+    return answer, text
+
+
+def _answers(name: str) -> bool:
+    try:
+        ask(name, "plan")
+    except EmuError:
+        return False
+    return True
+
+
+def _spec(arguments: argparse.Namespace) -> FabricSpec:
+    given = {key: getattr(arguments, key) for key in _SPEC_KEYS if getattr(arguments, key) is not None}
+    if arguments.scenario is not None:
+        from emu.scenario import load
+
+        spec = load(Path(arguments.scenario)).fabric
+        if spec is None:
+            raise EmuError(f"{arguments.scenario} has no table [fabric]", "add one, or give options")
+        given = {**spec.model_dump(exclude_none=True), **given}
+    given = {key: False if key in _NEVER_KEYS and value == "0" else value for key, value in given.items()}
+    try:
+        return FabricSpec.model_validate(given)
+    except ValidationError as error:
+        detail = error.errors(include_url=False)[0]
+        option = f"--{'-'.join(map(str, detail['loc'][:1])).replace('_', '-')}" if detail["loc"] else "options"
+        raise EmuError(f"{option}: {detail['msg']}", "see `emu fabric up --help`") from error
+
+
+def _show(arguments: argparse.Namespace) -> Shown:
+    if arguments.plan:
+        answer, _ = ask(arguments.name, "plan")
+        return answer, answer["text"].rstrip()
+    if arguments.watch is not None:
+        _watch(arguments)
+        return {}, None
+    document = sample(arguments.name, arguments.interval)
+    if arguments.svg is not None:
+        try:
+            arguments.svg.write_text(picture.svg(document))
+        except OSError as error:
+            raise EmuError(f"cannot write {arguments.svg}: {error.strerror}", "give another file") from error
+    return document, table(document, arguments.all)
+
+
+def sample(name: str, interval_s: float) -> Document:
+    """What `show` tells, with each end's ``utilisation`` (a share of its rate) over so many seconds."""
+    before, _ = ask(name, "show")
+    time.sleep(interval_s)
+    return compared(before, ask(name, "show")[0])
+
+
+def compared(before: Document, after: Document) -> Document:
+    """``after`` with the utilisation since ``before``."""
+    seconds = after["time_s"] - before["time_s"]
+    for old, new in zip(before["links"], after["links"], strict=True):
+        for was, end in zip(old["ends"], new["ends"], strict=True):
+            bits = 8 * (end["sent_bytes"] - was["sent_bytes"])
+            end["utilisation"] = bits / seconds / end["rate_bps"] if seconds > 0 else 0.0
+    return after
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    before = ask(arguments.name, "show")[0]
+    with contextlib.suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            time.sleep(arguments.watch)
+            after = ask(arguments.name, "show")[0]
+            live.update(table(compared(before, after), arguments.all), refresh=True)
+            before = after
+
+
+def table(document: Document, everything: bool) -> Table:
+    """Each direction of each link, of those that have carried or lost something."""
+    shown = Table(box=None, pad_edge=False, header_style="bold", title=_title(document), title_justify="left")
+    shown.add_column("from")
+    shown.add_column("to")
+    for column in ("rate", "used", "packets", "marked", "trimmed", "first", "dropped", "lifted"):
+        shown.add_column(column, justify="right")
+    shown.add_column("faults")
+    for link in document["links"]:
+        for end, other in zip(link["ends"], reversed(link["ends"])):
+            offered = sum(end["packets"].values())
+            if everything or offered or end["state"]:
+                packets, faults = end["packets"], end["faults"]
+                now = ", ".join(
+                    name if name == "down" else f"{name} {share:g}" for name, share in end["state"].items()
+                )
+                shown.add_row(
+                    *(end["node"], other["node"], picture.rate(end["rate_bps"]), f"{end['utilisation']:.0%}"),
+                    *map(str, (offered, packets["ecn"], packets["trim"], packets["priority"])),
+                    *map(str, (picture.dropped(packets), faults["lift"] + faults["reorder"])),
+                    now,
+                )
+    return shown
+
+
+def _title(document: Document) -> str:
+    topology = document["topology"]
+    return (
+        f"{document['name']}: {topology['planes']} planes x ({topology['t0_per_plane']} T0 + "
+        f"{topology['t1_per_plane']} T1), engine {document['engine']}"
+    )
+
+
+def _flows(arguments: argparse.Namespace) -> Shown:
+    answer, _ = ask(arguments.name, "flows")
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("from", "to", "entropy", "via"):
+        shown.add_column(column)
+    for column in ("packets", "bytes", "marked", "trimmed", "idle"):
+        shown.add_column(column, justify="right")
+    for flow in sorted(answer["flows"], key=lambda flow: (flow["src"], flow["dst"], flow["entropy"] or 0)):
+        entropy = "-" if flow["entropy"] is None else f"{flow['entropy']:#010x}"
+        via = " ".join(flow["via"]) or f"plane {flow['plane']}"
+        counts = [str(flow[key]) for key in ("packets", "bytes", "marked", "trimmed")]
+        shown.add_row(flow["src"], flow["dst"], entropy, via, *counts, f"{flow['seen_s']:.1f} s")
+    return answer, shown if answer["flows"] else "nothing has arrived yet"
+
+
+_SHARES = ("loss", "corrupt", "duplicate", "reorder")
+_WORDS: dict[str, Document] = {
+    "down": {"down": True},
+    "up": {"down": False},
+    "blackhole": {"blackhole": True},
+    "forward": {"blackhole": False},
+}
+
+
+def _fault(arguments: argparse.Namespace) -> Shown:
+    if arguments.target == "heal":
+        ask(arguments.name, "heal")
+        return {}, "every fault has ended"
+    by, wanted = parse_change(arguments.change)
+    ask(arguments.name, "fault", target=arguments.target, by=by, set=wanted)
+    return {"set": wanted}, f"{arguments.target}: {' '.join(arguments.change)}"
+
+
+def parse_change(words: Sequence[str]) -> tuple[str | None, Document]:
+    """("loss=0.01", "by=h0") as ("h0", {"loss": 0.01}); EmuError for what is no fault."""
+    by: str | None = None
+    wanted: Document = {}
+    known = [*_WORDS, *(f"{name}=SHARE" for name in _SHARES), "rate=RATE", "by=NODE"]
+    for word in words:
+        key, equals, value = word.partition("=")
+        try:
+            if not equals and key in _WORDS:
+                wanted |= _WORDS[key]
+            elif equals and key in _SHARES:
+                wanted[key] = float(value)
+            elif equals and key == "rate":
+                wanted["rate_bps"] = parse_rate(value)
+            elif equals and key == "by":
+                by = value
+            else:
+                raise EmuError(f'"{word}" is no fault', f"take some of: {', '.join(known)}")
+        except ValueError as error:
+            raise EmuError(f"{word}: {error}", f"take some of: {', '.join(known)}") from error
+    if not wanted:
+        raise EmuError("no fault is named", f"take some of: {', '.join(known)}")
+    return by, wanted
+
+
+def _capture(arguments: argparse.Namespace) -> Shown:
+    path = None if arguments.file is None else str(arguments.file.absolute())
+    answer, _ = ask(arguments.name, "capture", link=arguments.link, path=path)
+    done = f"{answer['frames']} frames written, {answer['lost']} lost"
+    return answer, f"writing {path}; `emu fabric capture {arguments.link}` ends it" if path else done
+
+
+def _exec(arguments: argparse.Namespace) -> Shown:
+    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not program:
+        raise EmuError("there is no program to run", "emu fabric exec h0 -- PROGRAM ...")
+    _, [namespace] = ask(arguments.name, "namespace", node=arguments.node)
+    enter(namespace)
+    os.close(namespace)
+    try:
+        os.execvp(program[0], program)
+    except OSError as error:
+        raise EmuError(f"cannot run {program[0]}: {error.strerror}") from error
+
+
+def _dissector(arguments: argparse.Namespace) -> Shown:
+    from net.mrc_dissector import lua
+
+    text = lua()
+    if not arguments.json:
+        print(text, end="")
+    return {"lua": text}, None
+
+
+def _down(arguments: argparse.Namespace) -> Shown:
+    pid = ask(arguments.name, "show")[0]["pid"]
+    holder = Identity.of(pid)
+    ask(arguments.name, "down")
+    until = time.monotonic() + _END_S
+    while holder is not None and holder.alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    return {}, f'fabric "{arguments.name}" is down'
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], Shown]] = {
+    "up": _up,
+    "show": _show,
+    "fault": _fault,
+    "flows": _flows,
+    "capture": _capture,
+    "exec": _exec,
+    "dissector": _dissector,
+    "down": _down,
+}

@@ -1,0 +1,201 @@
+"""The process that has a fabric: brings it up, answers on a Unix socket, takes it down when told, or when it ends.
+
+    python -m emu.fabric.holder NAME SPEC-AS-JSON READY-FD
+
+One request a connection: a JSON line {"do": verb, ...}; the answer is a JSON line {"ok": ...}. ``namespace`` answers
+with a descriptor too (SCM_RIGHTS). Everything is in the ledger of this process, so `emu clean` removes what kill -9
+leaves: a socket and a folder; namespaces, links and programs go with the process by themselves.
+Errors: those of the fabric become {"ok": false, "error": {"message", "hint"}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from emu.fabric.spec import FabricSpec
+from emu.ledger import Ledger
+from emu.paths import runtime_dir, socket_path
+from net.errors import NetError
+from net.fabric import Fabric
+from net.topology import Port, Tier
+
+Answer = dict[str, Any]
+
+
+def address(name: str) -> Path:
+    """The socket of the fabric ``name``."""
+    return socket_path(runtime_dir("fabric"), name)
+
+
+class Holder:
+    """The verbs, by name in ``DO``."""
+
+    def __init__(self, name: str, fabric: Fabric) -> None:
+        self.name, self.fabric = name, fabric
+        self.stop = False
+        self.captures: dict[str, Any] = {}
+
+    def show(self, request: Answer) -> Answer:
+        """Everything that a picture needs; counters are since the fabric came up."""
+        fabric = self.fabric
+        topology = {field: getattr(fabric.topology, field) for field in fabric.topology.__slots__}
+        links = [self._link(name) for name in fabric.wiring.links]
+        return {
+            "name": self.name,
+            "pid": os.getpid(),
+            "engine": fabric.settings.engine,
+            "time_s": time.monotonic(),
+            "topology": topology,
+            "settings": {key: value for key, value in asdict(fabric.settings).items() if key != "dscp"},
+            "links": links,
+        }
+
+    def _link(self, name: str) -> Answer:
+        link = self.fabric.link(name)
+        return {
+            "name": name,
+            "plane": link.plane,
+            "ends": [self._end(name, port) for port in (link.lower, link.upper)],
+        }
+
+    def _end(self, name: str, port: Port) -> Answer:
+        fabric, by = self.fabric, port.node.name
+        counters = fabric.counters(name, by)
+        return {
+            "node": by,
+            "rate_bps": fabric.rate(name, by),
+            "state": fabric.state(name, by),
+            "sent_packets": counters.sent_packets,
+            "sent_bytes": counters.sent_bytes,
+            "packets": {cause.value: count for cause, count in counters.packets.items()},
+            "faults": {fault.value: count for fault, count in counters.faults.items()},
+        }
+
+    def flows(self, request: Answer) -> Answer:
+        """What has arrived at hosts, with the path of each."""
+        fabric = self.fabric
+        hosts = {
+            fabric.plan.host_address(host, plane): (host, plane)
+            for host in range(fabric.topology.hosts)
+            for plane in range(fabric.topology.planes)
+        }
+        rows = []
+        for flow in fabric.flows():
+            (src, plane), (dst, _) = hosts.get(flow.src, (-1, 0)), hosts.get(flow.dst, (-1, 0))
+            row = {**flow._asdict(), "src": f"h{src}", "dst": f"h{dst}", "plane": plane, "via": []}
+            if flow.entropy is not None and min(src, dst) >= 0:
+                try:
+                    path = fabric.topology.path(src, dst, flow.entropy)
+                    row["via"] = [n.name for n in fabric.topology.path_nodes(path) if n.tier is not Tier.HOST]
+                except NetError:  # an EV of a tool that numbers paths otherwise
+                    pass
+            rows.append(row)
+        return {"flows": rows}
+
+    def fault(self, request: Answer) -> Answer:
+        """{"target": link or switch, "by": node or null, "set": {down, blackhole, rate_bps, loss, ...}}."""
+        target, by, wanted = request["target"], request.get("by"), dict(request["set"])
+        if "blackhole" in wanted:
+            self.fabric.blackhole(target, bool(wanted.pop("blackhole")))
+        if "rate_bps" in wanted:
+            self.fabric.set_rate(target, wanted.pop("rate_bps"), by)
+        if wanted:
+            self.fabric.fault(target, by=by, **wanted)
+        return {}
+
+    def heal(self, request: Answer) -> Answer:
+        self.fabric.heal()
+        return {}
+
+    def plan(self, request: Answer) -> Answer:
+        return {"text": self.fabric.plan.text(), "toml": self.fabric.plan.to_toml()}
+
+    def capture(self, request: Answer) -> Answer:
+        """Starts a pcap file of a link, or ends one (path null) and says how much is in it."""
+        link = self.fabric.link(request["link"]).name
+        running = self.captures.pop(link, None)
+        if running is not None:
+            running.close()
+        if request["path"] is not None:
+            self.captures[link] = self.fabric.capture(link, Path(request["path"]))
+        return {"frames": getattr(running, "frames", 0), "lost": getattr(running, "lost", 0)}
+
+    def namespace(self, request: Answer) -> Answer:
+        """The descriptor goes with the answer."""
+        return {"fd": self.fabric.wiring.namespace(request["node"]).fd}
+
+    def down(self, request: Answer) -> Answer:
+        self.stop = True
+        return {}
+
+    DO: dict[str, Callable[[Holder, Answer], Answer]] = {
+        verb.__name__: verb for verb in (show, flows, fault, heal, plan, capture, namespace, down)
+    }
+
+    def answer(self, request: Answer) -> Answer:
+        try:
+            return {"ok": True, **self.DO[request["do"]](self, request)}
+        except NetError as error:
+            return {"ok": False, "error": {"message": error.message, "hint": error.hint}}
+
+
+def serve(holder: Holder, listener: socket.socket) -> None:
+    """One request after the other, until ``down``."""
+    while not holder.stop:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(5)  # of a client that says nothing
+            try:
+                request = json.loads(connection.makefile("r").readline())
+                answer = holder.answer(request)
+                fds = [answer.pop("fd")] if "fd" in answer else []
+                data = (json.dumps(answer, default=str) + "\n").encode()
+                if fds:
+                    socket.send_fds(connection, [data], fds)
+                else:
+                    connection.sendall(data)
+            except (OSError, ValueError) as error:
+                print(f"a client's request failed: {error}", file=sys.stderr)
+
+
+def main(arguments: list[str]) -> None:
+    name, spec, ready = arguments[0], FabricSpec.model_validate_json(arguments[1]), int(arguments[2])
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    ledger = Ledger.create(f"fabric-{name}")
+    path = address(name)
+    ledger.path(path)
+    log = os.open(ledger.directory / "fabric.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    try:
+        with os.fdopen(ready, "w") as report, socket.socket(socket.AF_UNIX) as listener:
+            try:
+                fabric = Fabric(spec.topology(), spec.settings())
+            except NetError as error:
+                report.write(json.dumps({"ok": False, "error": {"message": error.message, "hint": error.hint}}))
+                return
+            with fabric:
+                listener.bind(str(path))
+                listener.listen()
+                (ledger.directory / "plan.toml").write_text(fabric.plan.to_toml())
+                report.write(
+                    json.dumps({"ok": True, "pid": os.getpid(), "plan": str(ledger.directory / "plan.toml")})
+                )
+                report.close()
+                serve(Holder(name, fabric), listener)
+    finally:
+        ledger.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,120 @@
+"""`emu fabric` from the command line: up, show, fault, flows, capture, exec, down, and what kill -9 leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from scapy.utils import rdpcap
+
+from emu import ledger
+from emu.cli import main
+from emu.fabric.holder import address
+from emu.process import Identity
+from tests.net.frames import until
+
+NAME = f"test-{os.getpid()}"
+UPLINK = "p0-t0-0:p0-t1-0"
+
+
+def emu(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """What `emu fabric WORDS --json` answers."""
+    main(["fabric", *words, "--json", "--name", NAME])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def up(live: None, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    answer = emu(capsys, "up", "--planes", "1", "--t1", "1", "--hosts", "1", "--rate", "1G")
+    assert answer["ok"], answer
+    yield answer
+    holder = Identity.of(answer["pid"])
+    if holder is not None and holder.alive():
+        assert emu(capsys, "down")["ok"]
+        assert not holder.alive()
+    assert not address(NAME).exists()
+
+
+def ends(document: Any) -> dict[tuple[str, str], Any]:
+    return {(link["name"], end["node"]): end for link in document["links"] for end in link["ends"]}
+
+
+def udp(count: int) -> list[str]:
+    """h0 sends so many datagrams to h1."""
+    script = "import socket, sys; s = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM); "
+    script += f"[s.sendto(bytes(1000), ('fd00::2', 9)) for _ in range({count})]"
+    return [
+        sys.executable,
+        "-m",
+        "emu.cli",
+        "fabric",
+        "exec",
+        "--name",
+        NAME,
+        "h0",
+        "--",
+        sys.executable,
+        "-c",
+        script,
+    ]
+
+
+def test_a_fabric_from_the_command_line(up: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "fc00:0:4000::/48" in Path(up["plan"]).read_text()
+    assert emu(capsys, "up")["error"]["message"].endswith("is up already")
+    assert emu(capsys, "capture", "h1:p0-t0-1", str(tmp_path / "h1.pcap"))["ok"]
+    assert emu(capsys, "fault", UPLINK, "loss=1", "rate=10M", "by=p0-t0-0")["ok"]
+    subprocess.run(udp(5), check=True)
+    until(lambda: ends(emu(capsys, "show"))[UPLINK, "p0-t0-0"]["packets"]["loss"] == 5, "five lost packets")
+    end = ends(emu(capsys, "show"))[UPLINK, "p0-t0-0"]
+    assert (end["rate_bps"], end["state"]) == (10**7, {"loss": 1.0})
+    assert emu(capsys, "fault", "heal")["ok"]
+    subprocess.run(udp(7), check=True)
+    until(
+        lambda: [flow["packets"] for flow in emu(capsys, "flows")["flows"] if flow["dst"] == "h1"] == [7], "the flow"
+    )
+    assert emu(capsys, "capture", "h1:p0-t0-1")["frames"] >= 7
+    frames = [frame for frame in rdpcap(str(tmp_path / "h1.pcap")) if len(frame) == 14 + 40 + 40 + 8 + 1000]
+    assert len(frames) == 7
+    assert emu(capsys, "show", "--svg", str(tmp_path / "fabric.svg"))["ok"]
+    picture = ElementTree.parse(tmp_path / "fabric.svg")
+    tooltips = [title.text or "" for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert any("p0-t0-0 to p0-t1-0" in text and "loss 5" in text for text in tooltips)
+
+
+MISTAKES = [
+    (["fault", "p0-t0-0:p0-t1-7", "down"], "there is no link p0-t0-0:p0-t1-7", "did you mean p0-t0-0:p0-t1-0?"),
+    (["fault", "h0", "blackhole"], "there is no switch h0", "switches are named like"),
+    (["fault", UPLINK, "loss=2"], "loss is 2.0", "0 to 1"),
+    (["fault", UPLINK, "lost=2"], '"lost=2" is no fault', "loss=SHARE"),
+    (["exec", "h9", "--", "true"], "there is no node h9", "nodes are"),
+    (["up", "--rate", "fast"], "--rate: Value error, 'fast' is not a rate", "--help"),
+]
+
+
+def test_mistakes_are_told(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for (verb, *words), message, fix in MISTAKES:
+        assert main(["fabric", verb, "--json", "--name", NAME, *words]) == 3
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["message"].startswith(message)
+        assert fix in error["fix"]
+
+
+def test_clean_removes_what_a_killed_holder_leaves(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    holder = Identity.of(up["pid"])
+    assert holder is not None
+    os.kill(up["pid"], signal.SIGKILL)
+    until(lambda: not holder.alive(), "the holder's end")
+    assert address(NAME).exists()
+    found = [one.what for one in ledger.clean() if one.lab.startswith(f"fabric-{NAME}"[:16])]
+    assert str(address(NAME)) in found
+    assert not address(NAME).exists()
+    assert not Path(up["plan"]).exists()

@@ -1,0 +1,122 @@
+"""`emu fabric` without a fabric: the scenario's table, words of `fault`, the picture. Live ones: tests/net."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from dpu.errors import EmuError
+from emu.fabric import picture
+from emu.fabric.client import parse_change
+from emu.fabric.spec import FabricSpec, parse_rate
+from emu.scenario import ScenarioError, load
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100M", 10**8), ("2.5G", 25 * 10**8), ("64kbit/s", 64000), (10**6, 10**6)]
+)
+def test_rates_are_powers_of_1000(text: str | int, rate: int) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "-1M", "1T", "", True])
+def test_what_is_no_rate(text: Any) -> None:
+    with pytest.raises(ValueError, match="is not a rate"):
+        parse_rate(text)
+
+
+def test_a_scenario_says_what_the_fabric_is(tmp_path: Path) -> None:
+    file = tmp_path / "wide.toml"
+    file.write_text('[fabric]\nplanes = 4\nradix = 8\nrate = "200M"\ntrim = false\nengine = "ebpf"\n')
+    spec = load(file).fabric
+    assert spec is not None
+    topology, settings = spec.topology(), spec.settings()
+    assert (topology.hosts, topology.switches, topology.link_count) == (32, 4 * (8 + 4), 4 * (32 + 32))
+    assert (topology.host_rate_bps, topology.uplink_rate_bps) == (2 * 10**8, 2 * 10**8)
+    assert (settings.trim_bytes, settings.ecn_bytes, settings.engine) == (None, 50_000, "ebpf")
+    assert load(file).to_json()["fabric"]["radix"] == 8
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plane = 2", 'unknown key "plane"; did you mean "planes"?'),
+        ('engine = "kernal"', 'did you mean "kernel"?'),
+        ('rate = "fast"', "is not a rate"),
+        ("radix = 4\nt0 = 2", "radix says how many"),
+        ("planes = 9", "less than or equal to 8"),
+    ],
+)
+def test_mistakes_in_it_have_their_line(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(f"[fabric]\n{line}\n")
+    with pytest.raises(ScenarioError) as caught:
+        load(file)
+    [problem] = caught.value.problems
+    assert message in problem.message
+    assert problem.where.startswith(f"{file}:")
+
+
+def test_specs_survive_the_way_to_their_process() -> None:
+    spec = FabricSpec(planes=3, ecn=False, rate="10M")
+    assert FabricSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    ("words", "by", "wanted"),
+    [
+        (["down"], None, {"down": True}),
+        (["up", "by=h0"], "h0", {"down": False}),
+        (["loss=0.5", "rate=10M"], None, {"loss": 0.5, "rate_bps": 10**7}),
+        (["blackhole"], None, {"blackhole": True}),
+    ],
+)
+def test_words_of_fault(words: list[str], by: str | None, wanted: dict[str, Any]) -> None:
+    assert parse_change(words) == (by, wanted)
+
+
+@pytest.mark.parametrize("words", [[], ["by=h0"], ["lost=1"], ["loss"], ["loss=much"], ["rate=never"], ["down=1"]])
+def test_words_that_are_no_fault(words: list[str]) -> None:
+    with pytest.raises(EmuError) as caught:
+        parse_change(words)
+    assert "loss=SHARE" in caught.value.hint
+
+
+CAUSES = ("data", "priority", "ecn", "trim", "down", "loss", "limit", "priority limit", "trim limit")
+
+
+def end(node: str, used: float = 0.0, state: dict[str, float] | None = None, **packets: int) -> dict[str, Any]:
+    return {
+        "node": node,
+        "rate_bps": 10**8,
+        "utilisation": used,
+        "state": state or {},
+        "packets": dict.fromkeys(CAUSES, 0) | packets,
+        "faults": {"lift": 0},
+    }
+
+
+def test_the_picture_shows_every_node_and_what_went_wrong() -> None:
+    links = [
+        {"name": "h0:p0-t0-0", "plane": 0, "ends": [end("h0", 0.5, data=9), end("p0-t0-0")]},
+        {"name": "p0-t0-0:p0-t1-0", "plane": 0, "ends": [end("p0-t0-0", 1.0, ecn=3, trim=2), end("p0-t1-0")]},
+        {"name": "p1-t0-0:p1-t1-0", "plane": 1, "ends": [end("p1-t0-0", 0, {"down": 1.0}, down=4), end("p1-t1-0")]},
+    ]
+    topology = {"planes": 2, "t0_per_plane": 1, "t1_per_plane": 1, "hosts_per_t0": 1}
+    root = ElementTree.fromstring(
+        picture.svg({"name": "a<b", "engine": "kernel", "topology": topology, "links": links})
+    )
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    for name in ("h0", "p0-t0-0", "p0-t1-0", "p1-t0-0", "p1-t1-0", "plane 0", "plane 1", "m3 t2", "x4"):
+        assert name in texts
+    lines = list(root.iter(f"{SVG}line"))
+    assert len(lines) == 3
+    assert [line.get("stroke-dasharray") is not None for line in lines] == [False, False, True]
+    widths = [float(line.get("stroke-width", "0")) for line in lines]
+    assert widths == [3.0, 5.0, 1.0]
+    assert any("h0 to p0-t0-0: 50% of 100Mb/s; data 9" in (title.text or "") for title in root.iter(f"{SVG}title"))
