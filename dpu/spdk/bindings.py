@@ -391,8 +391,9 @@ class Spdk(Client):
         disable_mappable_bar0: bool | None = None,
         disable_adaptive_irq: bool | None = None,
         disable_shadow_doorbells: bool | None = None,
+        force_mappable_bar0: bool | None = None,
     ) -> bool:
-        """The three switches are VFIOUSER's."""
+        """The switches are VFIOUSER's; the last one is ``dpud``'s alone."""
         return self._do(
             bool,
             "nvmf_create_transport",
@@ -400,6 +401,7 @@ class Spdk(Client):
             disable_mappable_bar0=disable_mappable_bar0,
             disable_adaptive_irq=disable_adaptive_irq,
             disable_shadow_doorbells=disable_shadow_doorbells,
+            force_mappable_bar0=force_mappable_bar0,
         )
 
     def nvmf_get_transports(self, *, trtype: str | None = None) -> list[Transport]:

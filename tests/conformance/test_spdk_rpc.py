@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -22,7 +23,8 @@ import pytest
 from spdk.rpc.client import JSONRPCClient, JSONRPCException
 
 from dpu.target import Target
-from tests.support.daemon import Daemon
+from tests.support.daemon import NS_512, Daemon
+from tests.support.nvme_driver import Nvme
 from tests.support.rpc_host import FakeHost, serving
 
 VECTORS = json.loads(Path(__file__).with_name("spdk_rpc_vectors.json").read_text())
@@ -323,6 +325,21 @@ def test_our_methods_are_spdks(client: JSONRPCClient) -> None:
         row["answer"]["result"] for row in VECTORS["calls"] if row["request"]["method"] == "rpc_get_methods"
     )
     assert set(client.rpc_get_methods()) - set(recorded) == {"dpu_get_stats"}
+
+
+def test_a_call_that_waits_holds_up_neither_calls_nor_io(daemon: Daemon, nvme: Nvme) -> None:
+    """One call waits for a bdev for a minute; what is done meanwhile is what ends it."""
+    queue = nvme.create_queue_pair(1, 32)
+    wire = Wire(daemon.rpc_path)
+    wire.send(json.dumps({"id": 1, "method": "bdev_get_bdevs", "params": {"name": "late", "timeout": 60_000}}))
+    for number in range(20):
+        nvme.write(queue, NS_512, number, bytes([number]) * 512, block=512)
+        assert nvme.read(queue, NS_512, number, 512, block=512) == bytes([number]) * 512
+        assert len(daemon.rpc("bdev_get_bdevs")) == 4
+    assert not select.select([wire.sock], [], [], 0)[0], "it has not been answered"
+    daemon.rpc("bdev_null_create", {"name": "late", "num_blocks": 8, "block_size": 512})
+    assert wire.answer()["result"][0]["name"] == "late"
+    daemon.rpc("bdev_null_delete", {"name": "late"})
 
 
 # -- PyPI's client
