@@ -37,6 +37,7 @@ from emu.process import Process, tail, tree_cpu_s
 START_LIMIT_S = 300.0  # the first start compiles the pollers, on a loaded host for minutes
 RPC_LIMIT_S = 60.0
 _SOCKET_POLL_S = 0.05
+_NAMESPACES_MAX = 32  # of a subsystem whose maker does not say it
 _FIXES = {  # of an RPC that fails, by its code: -errno
     -errno.ENOMEM: 'make the namespace smaller, or take backend = "file"',
     -errno.EBUSY: "end the lab or the program that uses the file, or give another path",
@@ -148,12 +149,14 @@ def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str
     calls: list[tuple[str, dict[str, Any]]] = [("nvmf_create_transport", {"trtype": "VFIOUSER"})]
     for controller in config.controllers:
         name = nqn(config.name, controller.name)
-        identity = {
+        identity: dict[str, Any] = {
             "nqn": name,
             "serial_number": controller.serial or hashlib.sha256(name.encode()).hexdigest()[:20],
             "model_number": controller.model,
             "allow_any_host": True,
         }
+        if len(controller.namespaces) > _NAMESPACES_MAX:
+            identity["max_namespaces"] = len(controller.namespaces)
         calls.append(("nvmf_create_subsystem", identity))
         for nsid, namespace in enumerate(controller.namespaces, 1):
             bdev = bdev_name(controller.name, nsid)

@@ -59,9 +59,20 @@ def test_punt(tmp_path: Path) -> None:
 
 
 def test_pause(tmp_path: Path) -> None:
-    (case,) = (results := bench("pause", tmp_path)).keys() - {"budget"}
-    assert results[case]["guest_ms"]["count"] == results[case]["keeper_ms"]["count"] == 2
-    assert results[case]["guest_ms"]["p99"] >= results[case]["keeper_ms"]["p50"] > 0
+    results = bench("pause", tmp_path)
+    assert set(results) == {"memory QD1", "no standby, memory QD1", "budget"}
+    for case in results.keys() - {"budget"}:
+        assert results[case]["guest_ms"]["count"] == results[case]["keeper_ms"]["count"] == 2
+        assert results[case]["guest_ms"]["p99"] >= results[case]["keeper_ms"]["p50"] > 0
+
+
+def test_card(tmp_path: Path) -> None:
+    results = bench("card", tmp_path)
+    (job,) = results["jobs"].values()
+    assert is_spread(job["dpud"]["iops"]) and job["dpud"]["iops"]["median"] > 0
+    assert is_spread(results["idle_percent"]["trapped"]) and is_spread(results["idle_percent"]["mapped"])
+    for row in results["scaling"].values():
+        assert row["ratio"]["median"] > 0 and row["commands"] > 0
 
 
 @pytest.mark.vm

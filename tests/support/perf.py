@@ -1,5 +1,6 @@
 """A closed loop of reads or writes over the test driver, compiled, for benchmarks: QD n, one queue.
 
+A mapped doorbell page is used where there is one.
 Use: `nvme.enable_shadow_doorbells()` if wanted, `queue = nvme.create_queue_pair(1, 256)`, then
 `closed_loop(nvme, queue, nsid=1, opcode=READ, depth=32, commands=200_000)`. It owns the queue meanwhile.
 Idle passes spin `spin` times and then block on the queue's eventfd (a polled queue spins on).
@@ -92,9 +93,11 @@ def _now_ns(scratch: Any) -> Any:
 
 @compiled
 def _ring(fd: int, message: Any, shadow: int, event_idx: int, index: int, old: int, new: int) -> int:
-    """Shadow doorbell and event index, or the message; 1 if a message was sent."""
+    """Mapped doorbell page (``event_idx`` 0), shadow doorbell and event index, or message; 1 if one was sent."""
     if shadow:
         store32(shadow + 4 * index, new)
+        if event_idx == 0:
+            return 0
         full_fence()
         event = load32(event_idx + 4 * index)
         if ((new - event - 1) & 0xFFFF) >= ((new - old) & 0xFFFF):
@@ -240,7 +243,7 @@ def closed_loop(
     rest: tuple[Any, ...] = (
         nvme.client.sock.fileno(),
         cq.eventfd,
-        _address(nvme.shadow),
+        _address(nvme.shadow if nvme.doorbells is None else nvme.doorbells.cast("B")),
         _address(nvme.event_idx),
         _doorbell_message(),
         np.array([prp[0] for prp in prps], np.int64),
