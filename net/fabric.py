@@ -41,6 +41,7 @@ from net.switch.model import Cause
 from net.switch.ports import PROBABILITIES, Fault, PortRecord
 from net.switch.settings import FabricSettings
 from net.switch.software import SoftPort, SoftPorts
+from net.tap import HostTap
 from net.topology import Link, Node, Port, Tier, Topology
 from net.wire_tap import LinkSocket, Tap
 from net.wiring import Wiring
@@ -311,6 +312,12 @@ class Fabric:
         """A process in ``node``, which is the caller's to end. Hosts reach each other by ``address``."""
         with self.inside(node):
             return subprocess.Popen(command, **popen)
+
+    def tap(self, host: str) -> HostTap:
+        """A virtual machine's way in, in the place of ``host``; see net.tap."""
+        tap = HostTap(self.wiring, self.host(host))
+        self._open.append(tap)
+        return tap
 
     def address(self, host: str, plane: int = 0) -> str:
         """The IPv6 address of a host in a plane, for ordinary programs."""

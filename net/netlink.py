@@ -123,9 +123,12 @@ class Netlink:
         message.setvalue({**near, "attrs": [*near["attrs"], ("IFLA_LINKINFO", info)]})
         self.add(message, _NEWLINK, f"link {ends[0][0]} to {ends[1][0]}")
 
-    def set_up(self, index: int, up: bool = True) -> None:
+    def set_up(self, index: int, up: bool = True, *, mtu: int | None = None, mac: bytes | None = None) -> None:
+        attributes: list[tuple[str, Any]] = [] if mtu is None else [("IFLA_MTU", mtu)]
+        if mac is not None:
+            attributes.append(("IFLA_ADDRESS", mac.hex(":")))
         message = ifinfmsg()
-        message.setvalue({"index": index, "flags": _UP if up else 0, "change": _UP, "attrs": []})
+        message.setvalue({"index": index, "flags": _UP if up else 0, "change": _UP, "attrs": attributes})
         self.add(message, _NEWLINK, f"set interface {index} {'up' if up else 'down'}")
 
     def address(self, index: int, address: IPv6Address) -> None:

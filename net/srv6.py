@@ -34,6 +34,12 @@ PREFIX_BITS = BLOCK_BITS + USID_BITS
 BLOCK = IPv6Network("fc00::/32")
 HOSTS_BLOCK = IPv6Network("fd00::/32")
 
+VM_NETWORK = 0xFFFF
+"""Stands where the plane stands in a host's address."""
+
+VM_USID = 1
+"""Behind a host's uSID: for the machine there. No node has a uSID with role 0."""
+
 ROLES = {Tier.T0: 1, Tier.T1: 2, Tier.HOST: 3}
 _PLANE_BITS, _NUMBER_BITS = 3, 11
 _ARGUMENT_BITS = 128 - BLOCK_BITS
@@ -164,6 +170,20 @@ class Plan:
         if not 0 <= plane < self.fabric.planes:
             raise PlanError(f"there is no plane {plane}", f"planes are 0 to {self.fabric.planes - 1}")
         return IPv6Address(int(self.hosts_block.network_address) | plane << 128 - PREFIX_BITS | host + 1)
+
+    def vm_address(self, host: int) -> IPv6Address:
+        """The address of a virtual machine in a host's place."""
+        self.fabric.place(host)
+        return IPv6Address(int(self.hosts_block.network_address) | VM_NETWORK << 128 - PREFIX_BITS | host + 1)
+
+    def vm_carrier(self, path: Path) -> IPv6Address:
+        """As ``carrier``, to the machine in the place of ``path``'s last host."""
+        return self.pack([*self.unpack(self.carrier(path)), VM_USID])
+
+    def vm_prefix(self, host: int, plane: int) -> IPv6Network:
+        """What a host looks up to hand a packet on to its machine: its uSID and the machine's."""
+        address = self.pack([self.node_usid(Node(Tier.HOST, 0, host), plane), VM_USID])
+        return IPv6Network((address, PREFIX_BITS + USID_BITS))
 
     def routes(self) -> Iterator[Route]:
         """Every static route of the fabric, node by node; made once, never changed when links fail."""

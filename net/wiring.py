@@ -23,7 +23,7 @@ from net.netlink import Netlink
 from net.seg6 import encap, end, end_dt6
 from net.srv6 import Action, Plan
 from net.switch.settings import MTU_BYTES
-from net.topology import Link, Node, Port, Tier, Topology
+from net.topology import Link, Node, Path, Port, Tier, Topology
 
 FIRST_IFINDEX = 10
 NEIGHBOUR = IPv6Address("fe80::1")
@@ -85,6 +85,12 @@ class Wiring:
     def ethernet(self, port: Port) -> bytes:
         """The Ethernet header of an IPv6 packet that ``port`` sends."""
         return self.mac(self.peer(port)) + self.mac(port) + b"\x86\xdd"
+
+    def pair_path(self, src: int, dst: int, plane: int) -> Path:
+        """The path of programs that know no entropy values: one in each plane, spread by pairs of hosts."""
+        paths = [self.fabric.path(src, dst, ev) for ev in self.fabric.evs(src, dst)]
+        paths = [path for path in paths if path.plane == plane]
+        return paths[(src + dst) % len(paths)]
 
     def node_ports(self, node: Node) -> list[Port]:
         """The ports of a node by their numbers."""
@@ -172,9 +178,5 @@ class Wiring:
         yield self.plan.node_prefix(t0), index, None, NEIGHBOUR
         for peer in range(fabric.hosts):
             if peer != node.number:
-                evs = [
-                    ev for ev in fabric.evs(node.number, peer) if fabric.path(node.number, peer, ev).plane == plane
-                ]
-                ev = evs[(node.number + peer) % len(evs)]  # programs that know no EV are spread by pairs
-                carrier = self.plan.carrier(fabric.path(node.number, peer, ev))
+                carrier = self.plan.carrier(self.pair_path(node.number, peer, plane))
                 yield IPv6Network(self.plan.host_address(peer, plane)), index, encap(carrier), NEIGHBOUR
