@@ -24,6 +24,7 @@ from net.errors import MrcError, Reason
 from net.mrc.datagram import Datagram
 from net.mrc.paths import EvProfile, PathSettings
 from net.mrc.peer import Peer
+from net.mrc.rc import RcRequestor, RcResponder
 from net.mrc.requestor import Identity, QpSettings, Requestor, Status
 from net.mrc.responder import Region, Responder
 from net.mrc.wire import ENDPOINT_QP, WRITES, Aeth, CcState, Neth, Opcode, Seth
@@ -65,10 +66,12 @@ class QueuePair:
 class Endpoint:
     """A NIC's worth of queue pairs."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, baseline: bool = False) -> None:
+        """baseline: queue pairs of net.mrc.rc, on one path, instead."""
         self.counters: Counter[str] = Counter()
         self.pairs: dict[int, QueuePair] = {}
         self.peers: dict[int, Peer] = {}
+        self.baseline = baseline
         self._rng = rng
         self._regions: dict[int, Region] = {}
         self._wake_ns: int | None = None
@@ -100,11 +103,15 @@ class Endpoint:
         if identity.qpn in self.pairs or identity.qpn <= 2:
             raise MrcError(Reason.VALUE, f"queue pair {identity.qpn} is taken", "numbers 0 to 2 are reserved")
         settings = settings or QpSettings()
+        if self.baseline:
+            evs = [self._rng.choice(evs)]
         profile = EvProfile(evs, plane_of, paths or PathSettings(), self._rng)
         if identity.peer not in self.peers:
             self.peers[identity.peer] = Peer(identity.peer, evs, plane_of, settings.timeout_ns // 4, self._rng)
-        responder = Responder(identity, settings, self._regions, self.peers[identity.peer].way_back)
-        pair = self.pairs[identity.qpn] = QueuePair(identity, Requestor(identity, settings, profile), responder)
+        requestor_kind, responder_kind = (RcRequestor, RcResponder) if self.baseline else (Requestor, Responder)
+        responder = responder_kind(identity, settings, self._regions, self.peers[identity.peer].way_back)
+        pair = QueuePair(identity, requestor_kind(identity, settings, profile), responder)
+        self.pairs[identity.qpn] = pair
         self._ports_changed = self._ports_changed or bool(self._down)
         return pair
 
@@ -176,7 +183,8 @@ class Endpoint:
             self.counters["unknown queue pair"] += 1
         elif bth.opcode in WRITES:
             yield from pair.responder.on_write(datagram)
-            yield from self.peers[datagram.peer].on_data(now_ns)
+            if not self.baseline:
+                yield from self.peers[datagram.peer].on_data(now_ns)
         elif datagram.trimmed:
             self.counters["trimmed control"] += 1  # and not answered, as UET 1.0.3 has it
         elif bth.opcode == Opcode.PROBE:

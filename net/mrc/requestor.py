@@ -218,8 +218,7 @@ class Requestor:
     def _send_new(self, now_ns: int) -> Iterator[Datagram]:
         while self._requests:
             request = self._requests[0]
-            starts_immediate = request.immediate is not None and not request.offset
-            if starts_immediate and self._immediates_open == self.settings.wimm_max:
+            if not self._may_start(request):
                 return
             size = min(self.settings.pmtu_bytes, len(request.data) - request.offset)
             if self._next - self._acked >= self.settings.mpr or not self._room(size + OVERHEAD_BYTES_MAX):
@@ -227,17 +226,25 @@ class Requestor:
             ev = self.paths.next_ev()
             if ev is None:
                 return
-            content = self._cut(request, size)
-            self._immediates_open += starts_immediate
-            request.offset += size
-            number, self._next = self._next, self._next + 1
-            if request.offset == len(request.data):
-                request.last = number
-                self._requests.popleft()
-            sent = _Sent(content, Datagram(self.identity.peer, ev, content).wire_bytes(), ev, 0)
-            self._outstanding[number] = sent
+            number, sent = self._add(request, size, ev)
             self.counters["sent"] += 1
             yield self._transmit(now_ns, number, sent)
+
+    def _may_start(self, request: Request) -> bool:
+        return bool(request.immediate is None or request.offset or self._immediates_open < self.settings.wimm_max)
+
+    def _add(self, request: Request, size: int, ev: int) -> tuple[int, _Sent]:
+        """The next packet of a request gets its number and is outstanding."""
+        content = self._cut(request, size)
+        self._immediates_open += request.immediate is not None and not request.offset
+        request.offset += size
+        number, self._next = self._next, self._next + 1
+        if request.offset == len(request.data):
+            request.last = number
+            self._requests.popleft()
+        sent = _Sent(content, Datagram(self.identity.peer, ev, content).wire_bytes(), ev, 0)
+        self._outstanding[number] = sent
+        return number, sent
 
     def _room(self, size_bytes: int) -> bool:
         return not self.inflight_bytes or self.inflight_bytes + size_bytes <= self.window.bytes

@@ -8,7 +8,7 @@ Limits: see net.mrc.endpoint. Errors: MrcError, SimError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from net.mrc.datagram import Addressing, Datagram
@@ -35,13 +35,23 @@ class Done:
 class MrcHost:
     """A host with one endpoint and one region of memory, of ``memory_bytes`` from address 0 on."""
 
-    def __init__(self, host: int, network: Network, memory_bytes: int = 0, *, through_wire: bool = False) -> None:
+    def __init__(
+        self,
+        host: int,
+        network: Network,
+        memory_bytes: int = 0,
+        *,
+        through_wire: bool = False,
+        baseline: bool = False,
+    ) -> None:
         self.host = host
         self.network = network
         self.memory = bytearray(memory_bytes)
-        self.endpoint = Endpoint(network.rng(f"endpoint {host}"))
+        self.endpoint = Endpoint(network.rng(f"endpoint {host}"), baseline=baseline)
         self.key = self.endpoint.register(self.memory, 0)
         self.completions: list[Done] = []
+        self.on_completion: Callable[[Completion], None] | None = None
+        """Called for each completion as it comes; what it posts goes out at the same time."""
         self._wire = Addressing(Plan(network.fabric), host) if through_wire else None
         network.attach(host, self)
 
@@ -49,6 +59,9 @@ class MrcHost:
         """See net.sim.network.Engine."""
         output = self.endpoint.step(now_ps // PS_PER_NS, map(self._arrived, received))
         self.completions += [Done(now_ps, completion) for completion in output.completions]
+        if self.on_completion is not None:
+            for completion in output.completions:
+                self.on_completion(completion)
         wake_ps = None if output.wake_ns is None else output.wake_ns * PS_PER_NS
         return Step(list(map(self._leaving, output.send)), wake_ps)
 
@@ -62,7 +75,7 @@ class MrcHost:
             content,
             ect=not datagram.is_control,
             priority=datagram.is_control,
-            trimmable=datagram.is_data,
+            trimmable=datagram.is_data and not self.endpoint.baseline,
         )
 
     def _arrived(self, packet: Packet) -> Datagram:
@@ -82,22 +95,38 @@ class MrcHost:
             data = trim(data, wire.dscp.trimmed_lasthop if packet.last_hop else wire.dscp.trimmed)
         return wire.datagram(decode_frame(data))._replace(ce=packet.ce)
 
-    def write(self, other: MrcHost, data: bytes, va: int, request_id: int = 0, immediate: int | None = None) -> None:
+    def write(
+        self,
+        other: MrcHost,
+        data: bytes,
+        va: int,
+        request_id: int = 0,
+        immediate: int | None = None,
+        *,
+        lane: int = 0,
+    ) -> None:
         """Posts a write into the other's memory; it goes out when the clock runs on."""
-        self.endpoint.write(_qpn(other.host), request_id, data, va, other.key, immediate)
+        self.endpoint.write(_qpn(other.host, lane), request_id, data, va, other.key, immediate)
         self.network.nudge(self.host)
 
 
-def _qpn(peer: int) -> int:
-    """The number of a host's queue pair with ``peer``."""
-    return 0x100 + peer
+def _qpn(peer: int, lane: int) -> int:
+    """The number of a host's queue pair with ``peer``; ``lane`` counts those of the same two hosts."""
+    return 0x100 + (lane << 16) + peer
 
 
 def connect(
-    one: MrcHost, other: MrcHost, settings: QpSettings | None = None, paths: PathSettings | None = None, psn: int = 0
+    one: MrcHost,
+    other: MrcHost,
+    settings: QpSettings | None = None,
+    paths: PathSettings | None = None,
+    psn: int = 0,
+    *,
+    evs: Sequence[int] | None = None,
+    lane: int = 0,
 ) -> None:
-    """A queue pair between two hosts, over all their paths."""
+    """A queue pair between two hosts, over all their paths or those that ``evs`` name."""
     for here, there in ((one, other), (other, one)):
-        identity = Identity(_qpn(there.host), there.host, _qpn(here.host), psn, psn)
-        evs = here.network.fabric.evs(here.host, there.host)
-        here.endpoint.connect(identity, evs, lambda ev: ev >> UPLINK_BITS, settings, paths)
+        identity = Identity(_qpn(there.host, lane), there.host, _qpn(here.host, lane), psn, psn)
+        mine = here.network.fabric.evs(here.host, there.host) if evs is None else evs
+        here.endpoint.connect(identity, mine, lambda ev: ev >> UPLINK_BITS, settings, paths)

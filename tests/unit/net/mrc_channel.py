@@ -37,7 +37,14 @@ class Channel:
     """``fate`` says for each datagram what happens to it; ``sent`` keeps them all, ``completions`` by host."""
 
     def __init__(
-        self, fate: Fate, settings: QpSettings, *, psn: int = 0, memory_bytes: int = 4096, **paths: int
+        self,
+        fate: Fate,
+        settings: QpSettings,
+        *,
+        psn: int = 0,
+        memory_bytes: int = 4096,
+        baseline: bool = False,
+        **paths: int,
     ) -> None:
         self.fate = fate
         self.now_ns = 0
@@ -51,7 +58,7 @@ class Channel:
         self._wakes: dict[int, int | None] = dict.fromkeys(HOSTS, 0)
         self._flying: list[tuple[int, int, int, bytes]] = []
         for host, peer in (HOSTS, HOSTS[::-1]):
-            endpoint = self.endpoints[host] = Endpoint(random.Random(host))
+            endpoint = self.endpoints[host] = Endpoint(random.Random(host), baseline=baseline)
             inside = memoryview(self.memory[host])[len(CANARY) : -len(CANARY)]
             self.keys[host] = endpoint.register(inside, va=0x10000)
             identity = Identity(QPNS[host], peer, QPNS[peer], psn, psn)
