@@ -163,8 +163,11 @@ class Nscc(Window):
 
     def on_trim(self, now_ns: int, size_bytes: int, inflight_bytes: int) -> None:
         """See Window."""
-        self._adapt = True
         self._fast_bytes = 0
+        if self._ignore_bytes > 0:
+            self._ignore_bytes -= size_bytes
+            return
+        self._adapt = True
         if not self._quick_adapt(now_ns, inflight_bytes):
             self.bytes -= size_bytes
             self._bound()

@@ -24,6 +24,7 @@ from net.errors import MrcError, Reason
 from net.mrc.datagram import Datagram
 from net.mrc.paths import EvProfile, PathSettings
 from net.mrc.peer import Peer
+from net.mrc.ports import Ports
 from net.mrc.rc import RcRequestor, RcResponder
 from net.mrc.requestor import Identity, QpSettings, Requestor, Status
 from net.mrc.responder import Region, Responder
@@ -66,12 +67,14 @@ class QueuePair:
 class Endpoint:
     """A NIC's worth of queue pairs."""
 
-    def __init__(self, rng: random.Random, *, baseline: bool = False) -> None:
-        """baseline: queue pairs of net.mrc.rc, on one path, instead."""
+    def __init__(self, rng: random.Random, *, baseline: bool = False, ports: Ports | None = None) -> None:
+        """baseline: queue pairs of net.mrc.rc, on one path, instead. ports: what they may give away at a time."""
         self.counters: Counter[str] = Counter()
         self.pairs: dict[int, QueuePair] = {}
         self.peers: dict[int, Peer] = {}
         self.baseline = baseline
+        self._ports = ports or Ports()
+        self._turn = 0
         self._rng = rng
         self._regions: dict[int, Region] = {}
         self._wake_ns: int | None = None
@@ -110,7 +113,7 @@ class Endpoint:
             self.peers[identity.peer] = Peer(identity.peer, evs, plane_of, settings.timeout_ns // 4, self._rng)
         requestor_kind, responder_kind = (RcRequestor, RcResponder) if self.baseline else (Requestor, Responder)
         responder = responder_kind(identity, settings, self._regions, self.peers[identity.peer].way_back)
-        pair = QueuePair(identity, requestor_kind(identity, settings, profile), responder)
+        pair = QueuePair(identity, requestor_kind(identity, settings, profile, self._ports), responder)
         self.pairs[identity.qpn] = pair
         self._ports_changed = self._ports_changed or bool(self._down)
         return pair
@@ -141,12 +144,29 @@ class Endpoint:
             self._announce_ports(now_ns)
         for peer in self.peers.values():
             send += peer.updates(now_ns)
-        for pair in self.pairs.values():
-            send += pair.requestor.send(now_ns)
+        send += self._share_out(now_ns)
         wakes = [pair.requestor.wake_ns() for pair in self.pairs.values()]
         wakes += [peer.wake_ns() for peer in self.peers.values()]
         self._wake_ns = min((wake for wake in wakes if wake is not None), default=None)
-        return Output(send, self._wake_ns, list(self._completions()))
+        wake_ns = self._wake_ns
+        if any(pair.requestor.blocked for pair in self.pairs.values()):
+            wake_ns = min((at for at in (wake_ns, self._ports.room_ns(now_ns)) if at is not None), default=None)
+        return Output(send, wake_ns, list(self._completions()))
+
+    def _share_out(self, now_ns: int) -> Iterator[Datagram]:
+        """A packet of each queue pair in turn, while there are any; another one begins each time."""
+        pairs = list(self.pairs.values())
+        self._turn += 1
+        start = self._turn % len(pairs) if pairs else 0
+        senders = [pair.requestor.send(now_ns) for pair in pairs[start:] + pairs[:start]]
+        while senders:
+            left = []
+            for sender in senders:
+                datagram = next(sender, None)
+                if datagram is not None:
+                    left.append(sender)
+                    yield datagram
+            senders = left
 
     def _announce_ports(self, now_ns: int) -> None:
         self._ports_changed = False

@@ -33,7 +33,7 @@ class EvState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PathSettings:
-    """active: how many EVs take turns, the others are backups; 0 for three quarters, evenly over the planes.
+    """active: how many EVs take turns, the others are backups; 0 for three quarters of each plane's.
 
     ev_min_active: fewer are never left by suspicion. probe_interval_ns: first wait of a suspected EV, doubled up to
     probe_interval_max_ns while it does not answer. probe_successes: answers in a row that bring it back.
@@ -73,7 +73,8 @@ class EvProfile:
         self._probation: dict[int, _Probation] = {}
         self._closed: frozenset[int] = frozenset()
         self._closed_evs: set[int] = set()
-        wanted = settings.active or -(-3 * len(evs) // 4)
+        planes = Counter(map(plane_of, evs))
+        wanted = settings.active or len(planes) * -(-3 * max(planes.values()) // 4)
         self._active = self._interleaved(evs)[:wanted]
         self._share = Counter(map(plane_of, self._active))
         self._rng.shuffle(self._active)
@@ -107,8 +108,8 @@ class EvProfile:
 
     # Turns.
 
-    def next_ev(self, avoid: int | None = None) -> int | None:
-        """The EV for a packet, not ``avoid`` where there is another; None when all are out.
+    def next_ev(self, avoid: int | None = None, has_room: Callable[[int], bool] = lambda plane: True) -> int | None:
+        """The EV for a packet, of a plane that has room, not ``avoid`` where there is another; None when all are out.
 
         At most one SKIP turns GOOD per packet, and is itself used only when the whole circle has nothing better.
         """
@@ -116,6 +117,8 @@ class EvProfile:
         avoided: int | None = None
         for _ in range(len(self._active)):
             ev = self._advance()
+            if not has_room(self._plane_of(ev)):
+                continue
             if self._states[ev] is EvState.SKIP:
                 if restored is None:
                     restored = ev
@@ -247,6 +250,8 @@ class EvProfile:
             return
         probation.answered = True
         probation.successes += 1
+        probation.due_ns -= probation.interval_ns - self.settings.probe_interval_ns  # it answers: no more waiting
+        probation.interval_ns = self.settings.probe_interval_ns
         if probation.successes >= self.settings.probe_successes:
             del self._probation[ev]
             self._restore(ev)

@@ -32,6 +32,7 @@ class RcRequestor(Requestor):
 
     def send(self, now_ns: int) -> Iterator[Datagram]:
         """See Requestor: what may go now, from the cursor on."""
+        self.blocked = False
         if self._deadline_ns is not None and now_ns >= self._deadline_ns:
             self._timeouts += 1
             self.counters["timeouts"] += 1
@@ -42,8 +43,11 @@ class RcRequestor(Requestor):
             if self._cursor == self._next and not self._cut_next():
                 return
             sent = self._outstanding[self._cursor]
-            if not self._room(sent.size_bytes):
+            plane = self.paths.plane(sent.ev)
+            self.blocked = not self._ports.has_room(plane, now_ns)
+            if self.blocked or not self._room(sent.size_bytes):
                 return
+            self._ports.take(plane, now_ns, sent.size_bytes)
             self.counters["retransmitted" if sent.again else "sent"] += 1
             self.inflight_bytes += sent.size_bytes
             self._cursor += 1

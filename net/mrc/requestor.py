@@ -18,7 +18,7 @@ responder's NACK of the forgery is dropped here. (A forger who sees our packets,
 stopped; nothing in MRC authenticates a packet, and regions are guarded by their keys alone.)
 
 A gap in the sequence alone never means loss. Halfway to a timeout a reliability probe asks for a SACK, so that lost
-SACKs do not look like lost packets.
+SACKs do not look like lost packets; so does one when a full window keeps back what is to be sent again.
 
 Numbers inside are counts from 0; they become 24-bit PSNs at the edge.
 How much is in flight is net.mrc.congestion's to say. A request completes when everything up to its last packet is
@@ -41,6 +41,7 @@ from net.mrc.congestion import Nscc, NsccSettings, Window
 from net.mrc.datagram import Datagram
 from net.mrc.frame import Message, message
 from net.mrc.paths import EvProfile
+from net.mrc.ports import Ports
 from net.mrc.wire import (
     TIMESTAMP_NS,
     Aeth,
@@ -141,7 +142,12 @@ class _Sent:
 class Requestor:
     """``counters`` by name; ``finished`` collects (request id, status), taken by the endpoint."""
 
-    def __init__(self, identity: Identity, settings: QpSettings, paths: EvProfile) -> None:
+    def __init__(
+        self, identity: Identity, settings: QpSettings, paths: EvProfile, ports: Ports | None = None
+    ) -> None:
+        self.blocked = False
+        """Whether something would have gone if a port had had room."""
+        self._ports = ports or Ports()
         self.identity = identity
         self.settings = settings
         self.paths = paths
@@ -192,6 +198,7 @@ class Requestor:
 
     def send(self, now_ns: int) -> Iterator[Datagram]:
         """What may go now: probes, then what is to be sent again, then new packets."""
+        self.blocked = False
         if self.error is None:
             yield from self._expire(now_ns)
         if self.error is None:
@@ -206,8 +213,9 @@ class Requestor:
                 heapq.heappop(self._again)
                 continue
             if not self._room(sent.size_bytes):
+                yield from self._ask(now_ns)
                 return
-            ev = self.paths.next_ev(avoid=sent.ev)
+            ev = self._draw(now_ns, avoid=sent.ev)
             if ev is None:
                 return
             number = heapq.heappop(self._again)
@@ -222,13 +230,24 @@ class Requestor:
                 return
             size = min(self.settings.pmtu_bytes, len(request.data) - request.offset)
             if self._next - self._acked >= self.settings.mpr or not self._room(size + OVERHEAD_BYTES_MAX):
+                yield from self._ask(now_ns)
                 return
-            ev = self.paths.next_ev()
+            ev = self._draw(now_ns)
             if ev is None:
                 return
             number, sent = self._add(request, size, ev)
             self.counters["sent"] += 1
             yield self._transmit(now_ns, number, sent)
+
+    def _ask(self, now_ns: int) -> Iterator[Datagram]:
+        """What is in flight may have arrived with no SACK due; as the window is full, nobody else would ask."""
+        if self._asking is None and self._asked_ns is None:
+            yield from self._probe_for_sack(now_ns)
+
+    def _draw(self, now_ns: int, avoid: int | None = None) -> int | None:
+        ev = self.paths.next_ev(avoid, lambda plane: self._ports.has_room(plane, now_ns))
+        self.blocked = ev is None
+        return ev
 
     def _may_start(self, request: Request) -> bool:
         return bool(request.immediate is None or request.offset or self._immediates_open < self.settings.wimm_max)
@@ -273,6 +292,7 @@ class Requestor:
     def _transmit(self, now_ns: int, number: int, sent: _Sent) -> Datagram:
         self._order += 1
         sent.order = self._order
+        self._ports.take(self.paths.plane(sent.ev), now_ns, sent.size_bytes)
         if not self.inflight_bytes:
             self._news_ns = now_ns
         self.inflight_bytes += sent.size_bytes
@@ -341,11 +361,14 @@ class Requestor:
             self._lose(timer[2], sent)
         half_ns = self.settings.timeout_ns // 2
         if self._timers and self._asked_ns is None and now_ns >= self._news_ns + half_ns:
-            self._asked_ns = now_ns
-            ev = self.paths.next_ev()
-            if ev is not None:
-                self.counters["sack probes"] += 1
-                yield self._probe(now_ns, ev)
+            yield from self._probe_for_sack(now_ns)
+
+    def _probe_for_sack(self, now_ns: int) -> Iterator[Datagram]:
+        self._asked_ns = now_ns
+        ev = self.paths.next_ev()
+        if ev is not None:
+            self.counters["sack probes"] += 1
+            yield self._probe(now_ns, ev)
 
     def _probe_suspects(self, now_ns: int) -> Iterator[Datagram]:
         for ev in self.paths.probes_due(now_ns):

@@ -10,9 +10,9 @@ sent earlier. A packet is judged in this order, and only the last row writes mem
     too many immediates wait            NACK UNEXP_EVENT
     else                                placed
 
-A refused packet takes no PSN: what was really sent under that number is still placed when it comes. When everything
-up to the end of a message is in place, a transport acknowledgement says so. Answers take the way back that the
-endpoint knows (net.mrc.peer).
+A cut packet that asked for a SACK gets one, too, about what did arrive. A refused packet takes no PSN: what was
+really sent under that number is still placed when it comes. When everything up to the end of a message is in place, a
+transport acknowledgement says so. Answers take the way back that the endpoint knows (net.mrc.peer).
 Source: OCP-MRC-1.0 sections 5.1, 6.3.1, 7.5.1-7.5.3 through its readers. When 64 bits do not hold both the oldest gap
 and the packet that triggered it, SACKs report on them in turn: ours.
 """
@@ -112,6 +112,8 @@ class Responder:
         if reason is not None:
             self.counters[reason.name] += 1
             yield self._nack(datagram, reason)
+            if datagram.trimmed and bth.a:
+                yield self._sack(datagram, self._expected - 1)
             return
         messages = self._messages
         self._place(datagram, number)

@@ -15,6 +15,7 @@ from net.mrc.datagram import Addressing, Datagram
 from net.mrc.endpoint import Completion, Endpoint
 from net.mrc.frame import Message, decode_frame, encode_frame, trim
 from net.mrc.paths import PathSettings
+from net.mrc.ports import Ports
 from net.mrc.requestor import Identity, QpSettings
 from net.mrc.wire import Meth, Tseth
 from net.sim.network import Network, Packet, Step
@@ -47,7 +48,8 @@ class MrcHost:
         self.host = host
         self.network = network
         self.memory = bytearray(memory_bytes)
-        self.endpoint = Endpoint(network.rng(f"endpoint {host}"), baseline=baseline)
+        ports = Ports(network.fabric.host_rate_bps, network.settings.packet_bytes)
+        self.endpoint = Endpoint(network.rng(f"endpoint {host}"), baseline=baseline, ports=ports)
         self.key = self.endpoint.register(self.memory, 0)
         self.completions: list[Done] = []
         self.on_completion: Callable[[Completion], None] | None = None
@@ -106,11 +108,11 @@ class MrcHost:
         lane: int = 0,
     ) -> None:
         """Posts a write into the other's memory; it goes out when the clock runs on."""
-        self.endpoint.write(_qpn(other.host, lane), request_id, data, va, other.key, immediate)
+        self.endpoint.write(qpn(other.host, lane), request_id, data, va, other.key, immediate)
         self.network.nudge(self.host)
 
 
-def _qpn(peer: int, lane: int) -> int:
+def qpn(peer: int, lane: int) -> int:
     """The number of a host's queue pair with ``peer``; ``lane`` counts those of the same two hosts."""
     return 0x100 + (lane << 16) + peer
 
@@ -127,6 +129,6 @@ def connect(
 ) -> None:
     """A queue pair between two hosts, over all their paths or those that ``evs`` name."""
     for here, there in ((one, other), (other, one)):
-        identity = Identity(_qpn(there.host, lane), there.host, _qpn(here.host, lane), psn, psn)
+        identity = Identity(qpn(there.host, lane), there.host, qpn(here.host, lane), psn, psn)
         mine = here.network.fabric.evs(here.host, there.host) if evs is None else evs
         here.endpoint.connect(identity, mine, lambda ev: ev >> UPLINK_BITS, settings, paths)

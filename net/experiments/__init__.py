@@ -1,0 +1,1 @@
+"""The experiments of the MRC paper, small and in virtual time: see ``python -m net.experiments --help``."""
