@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from net.probe import missing
+
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"common"}
 
@@ -50,6 +52,16 @@ def test_fastpath(tmp_path: Path) -> None:
         for row in case.values():
             assert is_spread(row["ratio"]) and is_spread(row["ns"]["c"]) and is_spread(row["ns"]["numba"])
     assert results["budget"]["ratio"] > 0
+
+
+def test_fabric(tmp_path: Path) -> None:
+    if lacking := missing():
+        pytest.skip("no live fabric here: " + "; ".join(lacking))
+    results = bench("fabric", tmp_path)
+    assert set(results["forwarding"]) == {"kernel 150", "kernel 4k", "ebpf 150", "ebpf 4k"}
+    for row in [results["up"], *results["forwarding"].values()]:
+        assert all(is_spread(value) for value in row.values())
+    assert {row["name"] for row in results["budget"]} >= {"up_s", "kernel_kpps_150", "ebpf_kpps_150"}
 
 
 def test_punt(tmp_path: Path) -> None:
