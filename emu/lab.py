@@ -38,6 +38,7 @@ from emu.progress import Progress
 from emu.vm import DiskConfig, Platform, Vm, VmConfig, VmError, VmPaths, device_json, qemu_command
 
 if TYPE_CHECKING:
+    from emu.fabric.holder import LabFabric
     from net.fabric import Fabric
 
 __all__ = [
@@ -119,7 +120,7 @@ class Lab:
         self.dpus: dict[str, Dpu] = {}
         self.out = Path()
         self.ledger: Ledger | None = None
-        self.fabric: Fabric | None = None
+        self._fabric: LabFabric | None = None
         self._signals = _SigTerm()
 
     async def __aenter__(self) -> Lab:
@@ -128,7 +129,8 @@ class Lab:
         try:
             self._make_directories()
             if self.config.fabric is not None:
-                self.fabric = await asyncio.to_thread(self.config.fabric.bring_up)
+                self.progress.step("Bringing the fabric up")
+                self._fabric = await asyncio.to_thread(self._bring_up_fabric, self.config.fabric)
             self.progress.step(f"Starting {_count(self.config.vms, 'VM')}, {_count(self.config.dpus, 'DPU')}")
             starts = [self._start_dpu(dpu) for dpu in self.dpus.values()]
             await together([*starts, *map(self._start_vm, self.vms.values())])
@@ -170,6 +172,19 @@ class Lab:
         except OSError as error:
             raise EmuError(f"cannot make {out}: {error.strerror}", "choose another output folder") from error
         return directory, out
+
+    @property
+    def fabric(self) -> Fabric:
+        """The live fabric that the scenario asks for."""
+        if self._fabric is None:
+            raise EmuError("this lab has no fabric", "give its scenario a table [fabric]")
+        return self._fabric.fabric
+
+    def _bring_up_fabric(self, spec: FabricSpec) -> LabFabric:
+        from emu.fabric.holder import LabFabric  # Scapy and LLVM take a second
+
+        assert self.ledger is not None
+        return LabFabric(spec, self.config.name, self.ledger)
 
     async def _start_dpu(self, dpu: Dpu) -> None:
         await dpu.start()
@@ -215,8 +230,8 @@ class Lab:
         finally:
             for things in (self.vms.values(), self.dpus.values()):
                 await asyncio.gather(*(one.stop() for one in things), return_exceptions=True)
-            if self.fabric is not None:
-                self.fabric.close()
+            if self._fabric is not None:
+                self._fabric.close()
             if self.ledger is not None:
                 self.ledger.close(keep=self.config.keep)
 

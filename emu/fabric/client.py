@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from dpu.errors import EmuError
+from dpu.errors import EmuError, UsageError
 from emu.fabric import picture
-from emu.fabric.holder import address
+from emu.fabric.holder import address, answers
 from emu.fabric.spec import FabricSpec, parse_rate
 from emu.process import Identity
 from net.errors import NetError
@@ -90,7 +90,7 @@ Shown = tuple[Document, Any]
 
 def _up(arguments: argparse.Namespace) -> Shown:
     spec = _spec(arguments)
-    if _answers(arguments.name):
+    if answers(address(arguments.name)):
         raise EmuError(f'fabric "{arguments.name}" is up already', "take it down, or give another --name")
     address(arguments.name).unlink(missing_ok=True)
     topology = spec.topology()
@@ -117,14 +117,6 @@ def _up(arguments: argparse.Namespace) -> Shown:
     return answer, text
 
 
-def _answers(name: str) -> bool:
-    try:
-        ask(name, "plan")
-    except EmuError:
-        return False
-    return True
-
-
 def _spec(arguments: argparse.Namespace) -> FabricSpec:
     given = {key: getattr(arguments, key) for key in _SPEC_KEYS if getattr(arguments, key) is not None}
     if arguments.scenario is not None:
@@ -132,7 +124,7 @@ def _spec(arguments: argparse.Namespace) -> FabricSpec:
 
         spec = load(Path(arguments.scenario)).fabric
         if spec is None:
-            raise EmuError(f"{arguments.scenario} has no table [fabric]", "add one, or give options")
+            raise UsageError(f"{arguments.scenario} has no table [fabric]", "add one, or give options")
         given = {**spec.model_dump(exclude_none=True), **given}
     given = {key: False if key in _NEVER_KEYS and value == "0" else value for key, value in given.items()}
     try:
@@ -140,7 +132,7 @@ def _spec(arguments: argparse.Namespace) -> FabricSpec:
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         option = f"--{'-'.join(map(str, detail['loc'][:1])).replace('_', '-')}" if detail["loc"] else "options"
-        raise EmuError(f"{option}: {detail['msg']}", "see `emu fabric up --help`") from error
+        raise UsageError(f"{option}: {detail['msg']}", "see `emu fabric up --help`") from error
 
 
 def _show(arguments: argparse.Namespace) -> Shown:
@@ -269,11 +261,11 @@ def parse_change(words: Sequence[str]) -> tuple[str | None, Document]:
             elif equals and key == "by":
                 by = value
             else:
-                raise EmuError(f'"{word}" is no fault', f"take some of: {', '.join(known)}")
+                raise UsageError(f'"{word}" is no fault', f"take some of: {', '.join(known)}")
         except ValueError as error:
-            raise EmuError(f"{word}: {error}", f"take some of: {', '.join(known)}") from error
+            raise UsageError(f"{word}: {error}", f"take some of: {', '.join(known)}") from error
     if not wanted:
-        raise EmuError("no fault is named", f"take some of: {', '.join(known)}")
+        raise UsageError("no fault is named", f"take some of: {', '.join(known)}")
     return by, wanted
 
 
@@ -287,7 +279,7 @@ def _capture(arguments: argparse.Namespace) -> Shown:
 def _exec(arguments: argparse.Namespace) -> Shown:
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not program:
-        raise EmuError("there is no program to run", "emu fabric exec h0 -- PROGRAM ...")
+        raise UsageError("there is no program to run", "emu fabric exec h0 -- PROGRAM ...")
     _, [namespace] = ask(arguments.name, "namespace", node=arguments.node)
     enter(namespace)
     os.close(namespace)

@@ -10,11 +10,13 @@ Errors: those of the fabric become {"ok": false, "error": {"message", "hint"}}.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -39,8 +41,9 @@ def address(name: str) -> Path:
 class Holder:
     """The verbs, by name in ``DO``."""
 
-    def __init__(self, name: str, fabric: Fabric) -> None:
-        self.name, self.fabric = name, fabric
+    def __init__(self, name: str, fabric: Fabric, lab: str = "") -> None:
+        """``lab``: that the fabric is a part of, and ends with."""
+        self.name, self.fabric, self.lab = name, fabric, lab
         self.stop = False
         self.captures: dict[str, Any] = {}
 
@@ -134,6 +137,8 @@ class Holder:
         return {"fd": self.fabric.wiring.namespace(request["node"]).fd}
 
     def down(self, request: Answer) -> Answer:
+        if self.lab:
+            raise NetError(f"this fabric is a part of lab {self.lab}", "it goes down with the lab: `emu down`")
         self.stop = True
         return {}
 
@@ -165,6 +170,41 @@ def serve(holder: Holder, listener: socket.socket) -> None:
                     connection.sendall(data)
             except (OSError, ValueError) as error:
                 print(f"a client's request failed: {error}", file=sys.stderr)
+
+
+class LabFabric:
+    """The fabric of a lab, brought up in the lab's process; `emu fabric --name LAB` finds it too."""
+
+    def __init__(self, spec: FabricSpec, name: str, ledger: Ledger) -> None:
+        self.fabric = spec.bring_up()
+        path = address(name)
+        if answers(path):  # a lab of that name is up already
+            path = address(ledger.directory.name)
+        ledger.path(path)
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        holder = Holder(path.name, self.fabric, lab=ledger.directory.name)
+        self._thread = threading.Thread(target=self._serve, args=(holder,), name="fabric-verbs", daemon=True)
+        self._thread.start()
+
+    def _serve(self, holder: Holder) -> None:
+        with contextlib.suppress(OSError):  # shut down
+            serve(holder, self._listener)
+
+    def close(self) -> None:
+        """Takes it down."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        self.fabric.close()
+
+
+def answers(path: Path) -> bool:
+    """Whether somebody listens there."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(str(path)) == 0
 
 
 def main(arguments: list[str]) -> None:

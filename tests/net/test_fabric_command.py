@@ -17,7 +17,8 @@ from scapy.utils import rdpcap
 
 from emu import ledger
 from emu.cli import main
-from emu.fabric.holder import address
+from emu.fabric.holder import LabFabric, address
+from emu.fabric.spec import FabricSpec
 from emu.process import Identity
 from tests.net.frames import until
 
@@ -91,18 +92,18 @@ def test_a_fabric_from_the_command_line(up: Any, capsys: pytest.CaptureFixture[s
 
 
 MISTAKES = [
-    (["fault", "p0-t0-0:p0-t1-7", "down"], "there is no link p0-t0-0:p0-t1-7", "did you mean p0-t0-0:p0-t1-0?"),
-    (["fault", "h0", "blackhole"], "there is no switch h0", "switches are named like"),
-    (["fault", UPLINK, "loss=2"], "loss is 2.0", "0 to 1"),
-    (["fault", UPLINK, "lost=2"], '"lost=2" is no fault', "loss=SHARE"),
-    (["exec", "h9", "--", "true"], "there is no node h9", "nodes are"),
-    (["up", "--rate", "fast"], "--rate: Value error, 'fast' is not a rate", "--help"),
+    (["fault", "p0-t0-0:p0-t1-7", "down"], 3, "there is no link p0-t0-0:p0-t1-7", "did you mean p0-t0-0:p0-t1-0?"),
+    (["fault", "h0", "blackhole"], 3, "there is no switch h0", "switches are named like"),
+    (["fault", UPLINK, "loss=2"], 3, "loss is 2.0", "0 to 1"),
+    (["fault", UPLINK, "lost=2"], 2, '"lost=2" is no fault', "loss=SHARE"),
+    (["exec", "h9", "--", "true"], 3, "there is no node h9", "nodes are"),
+    (["up", "--rate", "fast"], 2, "--rate: Value error, 'fast' is not a rate", "--help"),
 ]
 
 
 def test_mistakes_are_told(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for (verb, *words), message, fix in MISTAKES:
-        assert main(["fabric", verb, "--json", "--name", NAME, *words]) == 3
+    for (verb, *words), code, message, fix in MISTAKES:
+        assert main(["fabric", verb, "--json", "--name", NAME, *words]) == code
         error = json.loads(capsys.readouterr().out)["error"]
         assert error["message"].startswith(message)
         assert fix in error["fix"]
@@ -118,3 +119,16 @@ def test_clean_removes_what_a_killed_holder_leaves(up: Any, capsys: pytest.Captu
     assert str(address(NAME)) in found
     assert not address(NAME).exists()
     assert not Path(up["plan"]).exists()
+
+
+def test_a_labs_fabric_answers_too(live: None, capsys: pytest.CaptureFixture[str]) -> None:
+    book = ledger.Ledger.create(NAME)
+    lab = LabFabric(FabricSpec(planes=1, hosts=1), NAME, book)
+    try:
+        assert emu(capsys, "fault", UPLINK, "loss=0.5")["ok"]
+        assert lab.fabric.state(UPLINK) == {"loss": 0.5}
+        assert "lab" in emu(capsys, "down")["error"]["message"]
+    finally:
+        lab.close()
+        book.close()
+    assert not address(NAME).exists()
