@@ -310,7 +310,10 @@ class Target:
 
     def commit_counts(self) -> None:
         """Store what ``iostat`` has been told."""
-        self.host.commit(self.to_config())
+        try:
+            self.host.commit(self.to_config())
+        except ValueError as error:  # there is no room for it: the next worker counts from where the last commit was
+            log.error("I/O statistics are not stored: %s", error)
 
     def from_config(self, config: dict[str, Any], fds: dict[str, int]) -> None:
         """Take over from a dead worker. ``config``: of its last ``Host.commit``, or dpu.startup.first_config.

@@ -327,6 +327,8 @@ class Dpu:
 
 def make_file(path: Path, size: int) -> None:
     """A sparse file of ``size`` bytes; one that is there must have that size, or be a block device."""
+    if path.is_relative_to("/dev") and not path.is_relative_to("/dev/shm") and not path.exists():
+        raise EmuError(f"there is no device {path}", "lsblk lists the disks of this machine")
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

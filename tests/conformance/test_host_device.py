@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import struct
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dpu.errors import EmuError
+from emu.daemon import ControllerConfig, Dpu, DpuConfig, NamespaceConfig
 from tests.support import nvme_driver as nv
 from tests.support.daemon import Daemon, RpcError
 from tests.support.loop_device import loop_device
@@ -99,3 +104,26 @@ def test_read_only_and_busy(daemon: Daemon, tmp_path: Path) -> None:
             daemon.rpc("bdev_uring_delete", {"name": "ro"})
         assert error.value.code == -19, "it is another method's"
         daemon.rpc("bdev_aio_delete", {"name": "ro"})
+
+
+def test_a_scenarios_file_may_be_a_device(tmp_path: Path) -> None:
+    """The lab makes no file where a device should be, and takes one that is there with its own size."""
+    image = tmp_path / "disk.img"
+    image.write_bytes(bytes(SIZE))
+
+    async def bdevs(path: str, place: Path) -> Any:
+        namespace = NamespaceConfig("file", block_size=4096, path=Path(path))
+        dpu = Dpu(DpuConfig("card", (ControllerConfig("one", (namespace,)),)), place, place, place)
+        await dpu.start()
+        try:
+            await dpu.configure()
+            return await dpu.rpc("bdev_get_bdevs")
+        finally:
+            await dpu.stop()
+
+    with tempfile.TemporaryDirectory(prefix="dpu-t-") as directory, loop_device(image, block_size=4096) as device:
+        with pytest.raises(EmuError, match="there is no device /dev/nvme99n1"):
+            asyncio.run(bdevs("/dev/nvme99n1", Path(directory)))
+        (bdev,) = asyncio.run(bdevs(device, Path(directory)))
+        assert bdev["num_blocks"] == SIZE // 4096 and bdev["driver_specific"]["aio"]["cache_mode"] == "direct"
+    assert not Path("/dev/nvme99n1").exists()

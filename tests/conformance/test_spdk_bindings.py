@@ -5,8 +5,10 @@ A stand-in for SPDK's target answers with what was recorded; it sees exactly wha
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
+import os
 import socket
 import threading
 import types
@@ -20,6 +22,7 @@ import pytest
 from dpu.errors import EmuError, RpcError
 from dpu.rpc.framing import Splitter
 from dpu.spdk import Spdk
+from emu.daemon import Dpu, DpuConfig
 from tests.support.daemon import Daemon
 
 VECTORS = json.loads(Path(__file__).with_name("spdk_rpc_vectors.json").read_text())
@@ -145,72 +148,104 @@ def bindings() -> set[str]:
     return {name for name in vars(Spdk) if name.startswith(prefixes)}
 
 
-def test_the_same_calls_against_a_dpud(daemon: Daemon, tmp_path: Path) -> None:
-    """A life of everything that a card can do; each answer is of its type, keys and all."""
+def life(card: Spdk, vfu: Path, image: Path) -> set[str]:
+    """Everything that a card of ours and SPDK's target can both do; each answer is of its type, keys and all."""
     made: set[str] = set()
-    image = tmp_path / "disk.img"
-    image.write_bytes(bytes(1 << 20))
+
+    def do(method: str, **params: Any) -> Any:
+        result = getattr(card, method)(**params)
+        assert not (why := mismatch(result, result_type(method))), (method, why)
+        made.add(method)
+        return result
+
+    assert "bdev_malloc_create" in do("rpc_get_methods")
+    assert do("spdk_get_version")["version"].startswith("SPDK v")
+    assert do("framework_wait_init") is True
+    with pytest.raises(RpcError) as error:
+        card.framework_start_init()
+    assert error.value.code == -1
+    do("framework_get_subsystems")
+    do("framework_get_reactors")
+    do("log_get_level")
+    do("log_get_print_level")
+    for method in ("log_set_level", "log_set_print_level"):
+        do(method, level="INFO")
+    do("log_set_flag", flag="rpc")
+    assert do("log_get_flags")["rpc"] is True
+    do("log_clear_flag", flag="all")
+    assert do("bdev_malloc_create", num_blocks=2048, block_size=512, name="m") == "m"
+    assert do("bdev_null_create", name="n", num_blocks=2048, block_size=4096) == "n"
+    assert do("bdev_aio_create", filename=str(image), name="f", block_size=512, fallocate=True) == "f"
+    do("bdev_aio_delete", name="f")
+    assert do("bdev_uring_create", filename=str(image), name="u", block_size=512) == "u"
+    with pytest.raises(RpcError) as error:
+        card.bdev_aio_delete(name="u")  # each kind has its own
+    assert error.value.code == -19
+    assert [bdev["name"] for bdev in do("bdev_get_bdevs")] == ["m", "n", "u"]
+    do("bdev_wait_for_examine")
+    do("nvmf_create_transport", trtype="VFIOUSER")
+    do("nvmf_create_subsystem", nqn=NQN, allow_any_host=True)
+    assert do("nvmf_subsystem_add_ns", nqn=NQN, namespace={"bdev_name": "m", "eui64": "0011223344556677"}) == 1
+    address = {"trtype": "VFIOUSER", "traddr": str(vfu), "trsvcid": "0"}
+    do("nvmf_subsystem_add_listener", nqn=NQN, listen_address=address)
+    assert [one["trtype"] for one in do("nvmf_get_transports")] == ["VFIOUSER"]
+    assert do("nvmf_subsystem_get_listeners", nqn=NQN)[0]["address"]["traddr"] == str(vfu)
+    with socket.socket(socket.AF_UNIX) as guest:
+        guest.connect(str(vfu / "cntrl"))
+        do("nvmf_subsystem_get_controllers", nqn=NQN)
+    assert do("nvmf_get_subsystems")[1]["namespaces"][0]["bdev_name"] == "m"
+    created = [
+        call["method"] for call in do("framework_get_config", name="bdev") if call["method"].endswith("create")
+    ]
+    assert sorted(created) == ["bdev_malloc_create", "bdev_null_create", "bdev_uring_create"]
+    assert {stat["name"] for stat in do("bdev_get_iostat")["bdevs"]} == {"m", "n", "u"}
+    assert do("bdev_get_iostat", names=["n"], per_channel=True)["channels"] == []
+    do("bdev_reset_iostat")
+    do("nvmf_subsystem_remove_listener", nqn=NQN, listen_address=address)
+    do("nvmf_subsystem_remove_ns", nqn=NQN, nsid=1)
+    do("nvmf_delete_subsystem", nqn=NQN)
+    for kind, name in (("malloc", "m"), ("null", "n"), ("uring", "u")):
+        do(f"bdev_{kind}_delete", name=name)
+    answers = card.batch([("bdev_null_create", {"name": "a", "num_blocks": 8, "block_size": 512})] * 2)
+    assert answers[0] == "a" and isinstance(answers[1], RpcError) and answers[1].code == -17
+    assert card.batch([]) == []
+    return made
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    path = tmp_path / "disk.img"
+    path.write_bytes(bytes(1 << 20))
+    return path
+
+
+def test_the_same_calls_against_a_dpud(daemon: Daemon, image: Path) -> None:
     vfu = daemon.directory / "vfu"
     vfu.mkdir()
-
     with Spdk(daemon.rpc_path) as card:
-
-        def do(method: str, **params: Any) -> Any:
-            result = getattr(card, method)(**params)
-            assert not (why := mismatch(result, result_type(method))), (method, why)
-            made.add(method)
-            return result
-
-        there = set(do("rpc_get_methods"))
+        made = life(card, vfu, image)
+        there = set(card.rpc_get_methods())
         assert there <= bindings(), "a method of the card without a binding"
-        assert do("spdk_get_version")["version"].startswith("SPDK v26.05-dpu-emu")
-        assert do("framework_wait_init") is True
-        with pytest.raises(RpcError) as error:
-            card.framework_start_init()
-        assert error.value.code == -1
-        do("framework_get_subsystems")
-        do("framework_get_reactors")
-        assert do("log_get_level") == do("log_get_print_level") == "INFO"
-        for method in ("log_set_level", "log_set_print_level"):
-            do(method, level="INFO")
-        do("log_set_flag", flag="rpc")
-        assert do("log_get_flags")["rpc"] is True
-        do("log_clear_flag", flag="all")
-        assert do("bdev_malloc_create", num_blocks=2048, block_size=512, name="m") == "m"
-        assert do("bdev_null_create", name="n", num_blocks=2048, block_size=4096) == "n"
-        assert do("bdev_aio_create", filename=str(image), name="f", block_size=512, fallocate=True) == "f"
-        with pytest.raises(RpcError) as error:
-            card.bdev_uring_create(filename=str(image), name="u")
-        assert error.value.code == -16
-        do("bdev_aio_delete", name="f")
-        assert do("bdev_uring_create", filename=str(image), name="u") == "u"
-        assert [bdev["name"] for bdev in do("bdev_get_bdevs")] == ["m", "n", "u"]
-        do("bdev_wait_for_examine")
-        do("nvmf_create_transport", trtype="VFIOUSER")
-        do("nvmf_create_subsystem", nqn=NQN, allow_any_host=True)
-        assert do("nvmf_subsystem_add_ns", nqn=NQN, namespace={"bdev_name": "m", "eui64": "0011223344556677"}) == 1
-        address = {"trtype": "VFIOUSER", "traddr": str(vfu), "trsvcid": "0"}
-        do("nvmf_subsystem_add_listener", nqn=NQN, listen_address=address)
-        assert [one["trtype"] for one in do("nvmf_get_transports")] == ["VFIOUSER"]
-        assert do("nvmf_subsystem_get_listeners", nqn=NQN)[0]["address"]["traddr"] == str(vfu)
-        with socket.socket(socket.AF_UNIX) as guest:
-            guest.connect(str(vfu / "cntrl"))
-            do("dpu_get_stats")
-            do("nvmf_subsystem_get_controllers", nqn=NQN)
-        assert do("nvmf_get_subsystems")[1]["namespaces"][0]["bdev_name"] == "m"
-        assert len(do("framework_get_config", name="bdev")) == 3
-        assert [stat["name"] for stat in do("bdev_get_iostat")["bdevs"]] == ["m", "n", "u"]
-        assert do("bdev_get_iostat", names=["n"], per_channel=True)["channels"] == []
-        do("bdev_reset_iostat")
-        do("nvmf_subsystem_remove_listener", nqn=NQN, listen_address=address)
-        do("nvmf_subsystem_remove_ns", nqn=NQN, nsid=1)
-        do("nvmf_delete_subsystem", nqn=NQN)
-        for kind, name in (("malloc", "m"), ("null", "n"), ("uring", "u")):
-            do(f"bdev_{kind}_delete", name=name)
-        answers = card.batch([("bdev_null_create", {"name": "a", "num_blocks": 8, "block_size": 512})] * 2)
-        assert answers[0] == "a" and isinstance(answers[1], RpcError) and answers[1].code == -17
-        assert card.batch([]) == []
-    assert there - made == {"framework_start_init", "spdk_kill_instance"}
+        assert there - made == {"framework_start_init", "spdk_kill_instance", "dpu_get_stats"}
+        assert card.dpu_get_stats()["controllers"] == []
+
+
+def test_the_same_calls_against_spdk(socket_dir: Path, image: Path) -> None:
+    if not os.environ.get("SPDK_DIR"):
+        pytest.skip("SPDK_DIR is not set: no SPDK to run")
+    place = socket_dir / "spdk"
+    (place / "vfu").mkdir(parents=True)
+
+    async def main() -> None:
+        dpu = Dpu(DpuConfig("card", engine="spdk"), place, place, place)
+        await dpu.start()
+        try:
+            with Spdk(dpu.rpc_socket) as card:
+                await asyncio.to_thread(life, card, place / "vfu", image)
+        finally:
+            await dpu.stop()
+
+    asyncio.run(main())
 
 
 def test_kill_instance_ends_the_daemon(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -501,3 +501,9 @@ def test_a_disk_that_does_not_answer_delays_its_own_call_only(
         assert [row["name"] for row in await target.get_bdevs()] == ["n", "f"]
 
     asyncio.run(run())
+
+
+def test_counters_without_room_in_the_store_end_nothing(target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    host_of(target).commit_error = ValueError("document of 2000000 bytes exceeds 1048568")
+    target.commit_counts()
+    assert "I/O statistics are not stored: document of 2000000 bytes" in caplog.text
