@@ -626,6 +626,14 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _fabric(arguments: argparse.Namespace) -> int:
+    if arguments.verb == "experiments":
+        from net.errors import NetError
+        from net.experiments.__main__ import run as run_experiments
+
+        try:
+            return run_experiments(arguments)
+        except NetError as error:
+            raise UsageError(error.message, error.hint) from error
     from emu.fabric.client import run
 
     return run(arguments)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from net.experiments.arguments import add_arguments as add_experiments
+
 EXAMPLES = """\
 examples:
   emu fabric up --planes 2 --t0 2 --t1 2 --hosts 2 --rate 100M
@@ -17,6 +19,7 @@ examples:
   emu fabric exec h0 -- ping -c 1 fd00::4
   emu fabric capture h0:p0-t0-0 h0.pcap
   emu fabric down
+  emu fabric experiments C13 C22 --seeds 3 --out out/experiments   the MRC paper's, simulated; no root
 
 """
 
@@ -71,5 +74,6 @@ def add_verbs(fabric: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     execute = add("exec", "Run a program in a node.")
     execute.add_argument("node")
     execute.add_argument("program", nargs=argparse.REMAINDER, help="after --")
+    add_experiments(add("experiments", "The MRC paper's experiments in simulation, as a table; no fabric is needed."))
     add("dissector", "Print a Wireshark dissector for MRC (Lua).")
     add("down", "Take the fabric down.")

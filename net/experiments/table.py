@@ -171,15 +171,24 @@ def svg(rows: Sequence[Result]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def write(rows: Sequence[Result], found: dict[str, dict[str, Measure]] | None, folder: Path) -> None:
-    """``experiments.json``, ``.txt`` and ``.svg``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = {"note": NOTE, "experiments": [asdict(row) for row in rows]}
+def document(rows: Sequence[Result], found: dict[str, dict[str, Measure]] | None) -> dict[str, Any]:
+    """Everything, for JSON."""
+    written: dict[str, Any] = {
+        "ok": all(row.passed for row in rows),
+        "note": NOTE,
+        "experiments": [asdict(row) for row in rows],
+    }
     if found is not None:
-        document["ablation"] = {
+        written["ablation"] = {
             traffic: {name: measure._asdict() for name, measure in variants.items()}
             for traffic, variants in found.items()
         }
-    (folder / "experiments.json").write_text(json.dumps(document, indent=1) + "\n")
+    return written
+
+
+def write(rows: Sequence[Result], found: dict[str, dict[str, Measure]] | None, folder: Path) -> None:
+    """``experiments.json``, ``.txt`` and ``.svg``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "experiments.json").write_text(json.dumps(document(rows, found), indent=1) + "\n")
     (folder / "experiments.txt").write_text(text(rows) + (ablation_text(found) if found else ""))
     (folder / "experiments.svg").write_text(svg(rows))

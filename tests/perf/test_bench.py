@@ -112,3 +112,9 @@ def test_spin(tmp_path: Path) -> None:
         for depth in ("QD1", "QD32"):
             assert results[spin][f"driver {depth}"]["iops"]["median"] > 0
             assert results[spin][f"guest {depth}"]["iops"]["median"] > 0
+
+
+def test_spray(tmp_path: Path) -> None:
+    results = bench("spray", tmp_path)
+    for spray in ("single path", "round robin", "random"):
+        assert is_spread(results[spray]["hops_per_s"]) and results[spray]["nics"] == 512

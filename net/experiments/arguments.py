@@ -1,0 +1,20 @@
+"""What the experiments' command takes; imports nothing heavy, so that `emu --help` need not wait."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+PARTS = ("trimming", "selective", "spray", "ecn", "skip")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """For ``python -m net.experiments`` and ``emu fabric experiments`` alike."""
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="C4 ... C23; all when none is given")
+    parser.add_argument("--seed", type=int, action="append", metavar="N", help="this seed (repeat for more)")
+    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many fresh seeds (default 1)")
+    parser.add_argument("--without", action="append", default=[], choices=PARTS, help="switch a part of MRC off")
+    parser.add_argument("--ablation", action="store_true", help="also the ablation table")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write experiments.json, .txt and .svg there")
