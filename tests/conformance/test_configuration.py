@@ -62,20 +62,19 @@ def check(place: Place, daemon: Daemon, before: Any, identity: bytes, data: byte
 
 
 def test_save_and_load_of_one_subsystem(place: Place) -> None:
-    with Daemon(place.directory):
-        place.script()
-        saved = json.loads(place.rpc("save_subsystem_config", "-n", "bdev"))
-        assert [call["method"] for call in saved["config"]] == [
-            "bdev_malloc_create",
-            "bdev_aio_create",
-            "bdev_null_create",
-        ]
     with Daemon(place.directory) as daemon:
-        place.rpc("load_subsystem_config", "-j", json.dumps(saved))
-        assert [row["name"] for row in daemon.rpc("bdev_get_bdevs")] == ["fast", "disk", "nothing"]
+        daemon.add_memory("fast", 1 << 20)
+        daemon.rpc("bdev_uring_create", {"name": "disk", "filename": str(place.disk)})
+        daemon.create_transport()
+        saved = json.loads(place.rpc("save_subsystem_config", "-n", "bdev"))
+        assert [call["method"] for call in saved["config"]] == ["bdev_malloc_create", "bdev_uring_create"]
         with pytest.raises(RpcError, match="Subsystem 'zz' not found") as error:
             daemon.rpc("framework_get_config", {"name": "zz"})
         assert error.value.code == -32602
+    with Daemon(place.directory) as daemon:
+        place.rpc("load_subsystem_config", "-j", json.dumps(saved))
+        assert [row["name"] for row in daemon.rpc("bdev_get_bdevs")] == ["fast", "disk"]
+        assert daemon.rpc("nvmf_get_transports") == []
 
 
 def calls(*given: tuple[str, dict[str, Any]], subsystem: str = "bdev") -> str:
@@ -100,7 +99,6 @@ NULL = ("bdev_null_create", {"name": "n", "num_blocks": 8, "block_size": 512})
         ),
         (calls(("bdev_nul_create", {})), r"cannot be done: bdev_nul_create: Method not found"),
         (calls(NULL, NULL), r"cannot be done: bdev_null_create: File exists"),
-        (calls(("bdev_null_create", {"name": "n"})), r"cannot be done: bdev_null_create: spdk_json_decode_object"),
     ],
 )
 def test_a_wrong_file_ends_the_start_with_one_line(place: Place, text: str | None, says: str) -> None:
