@@ -20,11 +20,12 @@ def write(
     dscp: int = DSCP.trimmable,
     ecn: int = ECN_ECT,
     ev: int = 0,
+    dqp: int = 5,
 ) -> bytes:
     """A write of ``payload`` bytes from its Ethernet header on, as the path's host sends it."""
     plan = fabric.plan
     source = plan.host_address(path.src, path.plane).packed
-    text = message(Bth(Opcode.WRITE_ONLY, dqp=5, psn=psn), Meth(), Reth(0, 0, payload), payload=bytes(payload))
+    text = message(Bth(Opcode.WRITE_ONLY, dqp=dqp, psn=psn), Meth(), Reth(0, 0, payload), payload=bytes(payload))
     frame = Frame(
         source,
         plan.host_address(path.dst, path.plane).packed,
