@@ -296,6 +296,7 @@ CONTROLLER: Final = _words(
     "recovering",  # they are the last worker's: new commands wait
     "mapped",  # 1: the client writes to the doorbell page itself, and nothing tells us when
     "write_through",  # the volatile write cache is off: every write is durable when it completes
+    "tracing",  # TRACE_SLOT x SLOTS, 0 while nothing is traced
     size=256,
 )
 
@@ -336,6 +337,8 @@ POLLER: Final = _words(
     "kill_point",  # tests: KILL_POINTS code and countdown
     "kill_after",
     "pid",
+    "trace_ring",  # TRACE records behind TRACE_HEADER
+    "trace_mask",  # entries - 1
     size=256,
 )
 
@@ -344,6 +347,37 @@ GRACE_WANTED: Final = offset_of(POLLER, "grace_wanted")
 GRACE_SEEN: Final = offset_of(POLLER, "grace_seen")
 SCRATCH_BYTES: Final = 3 * PAGE  # peeked messages; consumed ones; the number 1 for eventfds
 DIRTY_MAX: Final = CONTROLLERS * QUEUES
+
+# One traced command; times in ticks, 0 where it was not. ``where``: the last stage beside the asic that had it.
+TRACE: Final = _words(
+    "seen",  # found in its queue
+    "begun",
+    "handed",  # to io_uring or to control
+    "taken",  # by control
+    "answered",  # by control
+    "done",  # completion posted
+    "controller",
+    "sqid",
+    "cid",
+    "opcode",
+    "nsid",
+    "lba",
+    "bytes",
+    "status",
+    "where",
+    "why",  # WHY_*: why it left the asic
+)
+TRACE_BYTES: Final = TRACE.itemsize
+TRACE_HEADER: Final = 128  # before the records: how many were written, ever
+TRACE_SLOT: Final = _words("handed", "taken", "answered", "why")
+
+WHY_NOT: Final = 0
+WHY_ADMIN: Final = 1
+WHY_FILE: Final = 2
+WHY_NO_URING: Final = 3
+WHY_BUFFER: Final = 4
+WHY_MARKS: Final = 5
+WHY_REFUSED: Final = 6
 
 ERROR_RECORD: Final = _words("controller", "sqid", "cid", "status", "nsid", "lba", size=64)
 ERROR_ENTRIES: Final = 64

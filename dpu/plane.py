@@ -29,7 +29,7 @@ from dpu.backends import Backend, FileBackend, MemoryBackend
 from dpu.channel import ConfigStore
 from dpu.errors import DmaFault
 from dpu.fastpath.atomics import store_u32, store_u64
-from dpu.fastpath.poller import Poller
+from dpu.fastpath.poller import Poller, now
 from dpu.guestmap import GuestMap
 from dpu.layout import DMA_READ, DMA_WRITE
 from dpu.nvme.interfaces import Completion, Counters
@@ -41,6 +41,7 @@ DRAIN_POLL_S = 0.001
 _LIVE = layout.offset_of(layout.CONTROLLER, "live")
 _LIVE_COUNT = layout.offset_of(layout.CONTROLLER, "live_count")
 _HOLD = layout.offset_of(layout.CONTROLLER, "hold")
+_TRACE = layout.offset_of(layout.CONTROLLER, "tracing")
 _ATTENTION = layout.offset_of(layout.CONTROLLER, "attention")
 
 
@@ -86,6 +87,7 @@ class Plane:
         self._free = np.arange(layout.SLOTS, dtype=np.int64)
         self._live_queues = np.zeros(layout.QUEUES, np.int64)
         self._todo = np.zeros(layout.SLOTS, np.int64)
+        self._trace_slots = np.zeros(layout.SLOTS, layout.TRACE_SLOT)
         self._table = self.memory.table()
         self._dbbuf: tuple[int, int] | None = None
         self._holds = 0
@@ -101,7 +103,7 @@ class Plane:
         c.live_queues, c.todo = _at(self._live_queues), _at(self._todo)
         c.namespaces_max = namespaces_max
         c.hold = c.attention = c.outstanding = c.live_count = 0
-        c.todo_begin = c.todo_end = c.recovering = c.write_through = 0
+        c.todo_begin = c.todo_end = c.recovering = c.write_through = c.tracing = 0
         c.dma, c.dma_count, c.shadow, c.events, c.bad_doorbell, c.mapped = 0, 0, 0, 0, 0, 0
         c.sequence = 1
         c.state = _at(self.sqs) - layout.SQ_OFFSET
@@ -269,6 +271,7 @@ class Plane:
                 self.locals[qid].sq_outstanding = self.locals[qid].cq_outstanding = 0
             self._list_queues()
             self.inflight.state[:] = layout.FREE
+            self._trace_slots[:] = 0
             self._free[:] = np.arange(layout.SLOTS)
             self.record.free_count = layout.SLOTS
             self.record.todo_begin = self.record.todo_end = self.record.recovering = 0
@@ -351,6 +354,17 @@ class Plane:
             row.direct_fd = -1 if backend.readonly else backend.direct_fd
         row.kind = kind
 
+    def set_trace(self, on: bool) -> None:
+        """Trace this controller's commands, or no longer. The poller has a trace area."""
+        if on:
+            self._trace_slots[:] = 0
+        self._poke(_TRACE, _at(self._trace_slots) if on else 0)
+
+    def stamp(self, slot: int, name: str) -> None:
+        """Note for the trace when control has taken or answered a command."""
+        if self.record.tracing:
+            self._trace_slots[slot][name] = now()
+
     def set_marks(self, nsid: int) -> None:
         """Tell the poller where the marks of a namespace's back end are, once it has some."""
         row, marks = self.namespaces[nsid - 1], self._backends[nsid].marks
@@ -373,6 +387,7 @@ class Plane:
 
     def finish(self, slot: int, completion: Completion) -> None:
         """Post the completion of a command that control had."""
+        self.stamp(slot, "answered")
         entry = self.inflight[slot]
         entry.status, entry.dw0 = completion.status, completion.dw0
         entry.state = layout.EXECUTED

@@ -356,6 +356,7 @@ class Client:
             entry = self.plane.inflight[slot]
             if entry.state != layout.FETCHED or entry.sqid != 0:
                 continue  # a controller reset has dropped it
+            self.plane.stamp(slot, "taken")
             generation, sequence = self.plane.generation, int(entry.sequence)
             completion = await self.controller.execute(slot, self.plane.sqe(slot))
             if self.plane.generation != generation or entry.sequence != sequence:
@@ -364,6 +365,7 @@ class Client:
 
     async def _serve_io(self, slot: int, generation: int) -> None:
         """An I/O command that the poller does not do, or cannot."""
+        self.plane.stamp(slot, "taken")
         sqe = self.plane.sqe(slot)
         if sqe[0] == NvmOpcode.WRITE_UNCORRECTABLE:
             self.worker.prepare_marks(self.subsystem, int(self.plane.inflight[slot].sqe.nsid))

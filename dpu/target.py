@@ -46,6 +46,7 @@ from dpu.killpoint import killpoint
 from dpu.layout import IO_QUEUES, NAMESPACES, QUEUE_ENTRIES_MAX, TRANSFER_MAX
 from dpu.nvme.interfaces import NamespaceInfo
 from dpu.rpc.logs import Logs
+from dpu.trace import ENTRIES_MAX, FORMATS, Part, commands
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,15 @@ class Host(Protocol):
 
     def io_rows(self, nqn: str | None = None) -> list[Row]:
         """The counters of every controller, or of those of one subsystem."""
+
+    async def trace_start(self, entries: int) -> None:
+        """Trace every command from now on, the newest ``entries`` (a power of two) of each poller."""
+
+    async def trace_stop(self) -> None:
+        """Trace no more; what there is stays until the next start."""
+
+    def trace(self) -> list[Part]:
+        """What was traced, of each poller."""
 
     def clock(self) -> tuple[int, int]:
         """Ticks per second of the counters' clock, and its time."""
@@ -816,6 +826,37 @@ class Target:
                 del subsystem.listeners[key]
             await self._quietly(self.host.unlisten(key), f"close listener {key}")
             return True
+
+    # -- trace
+
+    async def trace_start(self, entries: int) -> bool:
+        """``entries`` is rounded up to a power of two."""
+        if not 1 <= entries <= ENTRIES_MAX:
+            raise invalid(f"entries must be 1 to {ENTRIES_MAX}")
+        await self.host.trace_start(1 << (entries - 1).bit_length())
+        return True
+
+    async def trace_stop(self) -> bool:
+        await self.host.trace_stop()
+        return True
+
+    async def trace_save(self, filename: str, format: str) -> dict[str, int]:
+        """Write what was traced to a file, which only its owner may read. -errno when it cannot be written."""
+
+        parts = self.host.trace()
+
+        def save() -> dict[str, int]:
+            found, lost = commands(parts), sum(part.lost for part in parts)
+            fd = os.open(filename, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with open(fd, "w") as file:
+                file.writelines(FORMATS[format](found, lost))
+            return {"commands": len(found), "lost": lost}
+
+        try:
+            return await asyncio.to_thread(save)
+        except OSError as error:
+            log.error("trace: cannot write %r: %s", filename, error.strerror)
+            raise os_error(error.errno or errno.EIO) from error
 
     async def _quietly(self, work: Awaitable[None], what: str) -> None:
         """The configuration has moved on: a failure here is told, and does not undo it."""

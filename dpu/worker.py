@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from dpu import forkserver, killpoint, layout
+from dpu import forkserver, killpoint, layout, trace
 from dpu.backends import Backend, FileBackend, Marks, MemoryBackend, marks_key
 from dpu.channel import Channel, ConfigStore, Health, Packet
 from dpu.errors import EmuError, RpcError, VfioUserError
@@ -46,7 +46,7 @@ from dpu.rpc.dispatcher import Dispatcher
 from dpu.rpc.methods import dispatcher
 from dpu.rpc.server import Server
 from dpu.session import Client
-from dpu.target import Subsystem, Target
+from dpu.target import Subsystem, Target, invalid
 from dpu.vfio_user.keeping import error_reply
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Worker:
         self._ended = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = False
+        self._tracing = False
 
     # ------------------------------------------------------------------------------------------------- its life
 
@@ -345,6 +346,7 @@ class Worker:
             return None
         client = Client(self, number, key, packet.fds[0], subsystem)
         client.open(*(areas or self._make_areas(number)), self._cntlid(subsystem))
+        client.plane.set_trace(self._tracing)
         self.clients[number] = client
         for row in self._io_rows_of(client):
             if row.nsid in subsystem.by_nsid:
@@ -507,6 +509,34 @@ class Worker:
             "in_interrupt": True,  # without work it sleeps until it is woken
             "lw_threads": [thread],
         }
+
+    async def trace_start(self, entries: int) -> None:
+        if not _flag("DPU_EMU_STAMPS", 1):
+            raise invalid("there are no stamps to trace with DPU_EMU_STAMPS=0")
+        await self.trace_stop()
+        for poller in self.pollers:
+            poller.make_trace(entries)
+        self._tracing = True
+        for client in self._open_clients():
+            client.plane.set_trace(True)
+
+    async def trace_stop(self) -> None:
+        self._tracing = False
+        for client in self._open_clients():
+            client.plane.set_trace(False)
+        for poller in self.pollers:
+            await poller.grace()
+
+    def trace(self) -> list[trace.Part]:
+        parts = []
+        for poller in self.pollers:
+            if poller.trace is not None:
+                names = {c.plane.index: c.subsystem.nqn for c in self._open_clients() if c.plane.poller is poller}
+                parts.append(trace.Part(*trace.records(poller.trace), names, self.pollers[0].to_ns))
+        return parts
+
+    def _open_clients(self) -> list[Client]:
+        return [client for client in self.clients.values() if not client.closed]
 
     def clock(self) -> tuple[int, int]:
         return tick_rate(), now()

@@ -104,6 +104,10 @@ from dpu.layout import (
     TALLY_READ,
     TALLY_UNMAP,
     TALLY_WRITE,
+    TRACE,
+    TRACE_BYTES,
+    TRACE_HEADER,
+    TRACE_SLOT,
     TRANSFER_MAX,
     URING,
     URING_CQE,
@@ -112,6 +116,12 @@ from dpu.layout import (
     WHERE_CONTROL,
     WHERE_PARKED,
     WHERE_URING,
+    WHY_ADMIN,
+    WHY_BUFFER,
+    WHY_FILE,
+    WHY_MARKS,
+    WHY_NO_URING,
+    WHY_REFUSED,
 )
 from dpu.nvme.wire import BROADCAST_NSID, COPY_RANGES_MAX, AdminOpcode, NvmOpcode, Status
 
@@ -508,6 +518,8 @@ def post(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
         status = report_error(p, c, entry, status)
     if p.counters:
         count_command(p, c, entry, sq, status)
+    if c.tracing:
+        trace_command(p, c, slot, entry, status)
     entry.status = status
     entry.cq_count = cq.posted
     entry.cqe_low = entry.dw0
@@ -549,8 +561,47 @@ def uring_prepare(u: Any, opcode: int, fd: int, offset: int, address: int, size:
 
 
 @compiled
+def hand_over(c: Any, slot: int, why: int) -> None:
+    """Note in the trace that a command leaves the asic."""
+    extra = view(c.tracing, SLOTS, TRACE_SLOT)[slot]
+    extra.handed = ticks()
+    extra.why = why
+
+
+@compiled
+def trace_command(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
+    """Add a command that ends to the poller's trace; the oldest one goes."""
+    count = load_u64(p.trace_ring)
+    r = view(p.trace_ring + TRACE_HEADER + TRACE_BYTES * (count & p.trace_mask), 1, TRACE)[0]
+    extra = view(c.tracing, SLOTS, TRACE_SLOT)[slot]
+    r.seen = entry.seen
+    r.begun = entry.begun
+    r.handed = extra.handed
+    r.taken = extra.taken
+    r.answered = extra.answered
+    r.done = ticks()
+    r.controller = c.index
+    r.sqid = entry.sqid
+    r.cid = signed(entry.sqe.cid)
+    r.opcode = signed(entry.sqe.opcode)
+    r.nsid = signed(entry.sqe.nsid)
+    r.lba = signed(entry.sqe.cdw10) | signed(entry.sqe.cdw11) << 32
+    r.bytes = entry.bytes
+    r.status = status
+    r.where = entry.where
+    r.why = extra.why
+    extra.handed = 0
+    extra.taken = 0
+    extra.answered = 0
+    extra.why = 0
+    store_u64(p.trace_ring, count + 1)
+
+
+@compiled
 def to_uring(p: Any, c: Any, slot: int, entry: Any, operations: int) -> int:
     """Account for a command that has gone to io_uring."""
+    if c.tracing:
+        hand_over(c, slot, WHY_FILE)
     entry.where = WHERE_URING
     entry.pending = operations
     c.outstanding += 1
@@ -558,8 +609,10 @@ def to_uring(p: Any, c: Any, slot: int, entry: Any, operations: int) -> int:
 
 
 @compiled
-def to_control(p: Any, c: Any, slot: int, entry: Any) -> int:
+def to_control(p: Any, c: Any, slot: int, entry: Any, why: int) -> int:
     """Hand a command to control over the miss ring (which has room for all slots of many controllers)."""
+    if c.tracing:
+        hand_over(c, slot, why)
     if entry.where != WHERE_PARKED:
         entry.where = WHERE_CONTROL
     if not ring_push(p.misses, c.index << 32 | slot):
@@ -600,7 +653,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
     if ns.kind != KIND_FILE:
         return _OK  # null: nothing is stored and nothing is touched
     if op == _COMPARE:
-        return to_control(p, c, slot, entry)
+        return to_control(p, c, slot, entry, WHY_BUFFER)
     fd = ns.direct_fd
     odd = lba << ns.shift
     for i in range(count):
@@ -653,7 +706,7 @@ def flush(p: Any, c: Any, slot: int, entry: Any, nsid: int) -> int:
     for i in range(first, last):
         if namespaces[i].kind == KIND_FILE:
             if u.fd < 0:
-                return to_control(p, c, slot, entry)
+                return to_control(p, c, slot, entry, WHY_NO_URING)
             fd = namespaces[i].fd
             uring_prepare(u, _OP_FSYNC, fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
             operations += 1
@@ -753,7 +806,7 @@ def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
                 return _READ_ERROR
     entry.bytes = total << ns.shift
     if ns.kind == KIND_FILE:
-        return to_control(p, c, slot, entry)
+        return to_control(p, c, slot, entry, WHY_BUFFER)
     if ns.kind == KIND_MEMORY:
         host = map_lookup(ns, target)
         for i in range(count):
@@ -770,14 +823,14 @@ def verify(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     """Verify (NVM 3.2.5) of blocks that are not marked: memory holds what was put there, control reads a file."""
     if signed(entry.sqe.cdw12) & _PRACT:
         return _INVALID_FIELD
-    return to_control(p, c, slot, entry) if ns.kind == KIND_FILE else _OK
+    return to_control(p, c, slot, entry, WHY_BUFFER) if ns.kind == KIND_FILE else _OK
 
 
 @inlined
 def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     """Do a command; its status, or _PENDING."""
     if entry.sqid == 0:
-        return to_control(p, c, slot, entry)
+        return to_control(p, c, slot, entry, WHY_ADMIN)
     sqe = entry.sqe
     if signed(sqe.cdw0_flags):  # fused operations and SGLs are not offered (Identify FUSES, SGLS)
         return _INVALID_FIELD
@@ -794,9 +847,9 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
         return _INVALID_FIELD  # an inactive NSID (Base figure 87)
     threads = ns.kind == KIND_FILE and view(p.uring, 1, URING)[0].fd < 0  # no io_uring here: control's threads
     if op == _FLUSH:
-        return to_control(p, c, slot, entry) if threads else flush(p, c, slot, entry, nsid)
+        return to_control(p, c, slot, entry, WHY_NO_URING) if threads else flush(p, c, slot, entry, nsid)
     if op == _DSM:
-        return to_control(p, c, slot, entry) if threads else deallocate(p, c, slot, entry, ns)
+        return to_control(p, c, slot, entry, WHY_NO_URING) if threads else deallocate(p, c, slot, entry, ns)
     if op == _COPY:
         return copy_blocks(p, c, slot, entry, ns)
     lba = signed(sqe.cdw10) | signed(sqe.cdw11) << 32
@@ -806,7 +859,7 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     if ns.readonly and (op == _WRITE or op == _ZEROES or op == _UNCORRECTABLE):
         return _WRITE_PROTECTED
     if op == _UNCORRECTABLE:  # control alone makes marks
-        return to_control(p, c, slot, entry)
+        return to_control(p, c, slot, entry, WHY_MARKS)
     if ns.marks and (op == _READ or op == _COMPARE or op == _VERIFY) and find_mark(ns, lba, blocks) >= 0:
         return _READ_ERROR
     if op == _VERIFY:
@@ -815,7 +868,7 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
         if blocks << ns.shift > TRANSFER_MAX and op != _ZEROES:
             return _INVALID_FIELD
         entry.bytes = blocks << ns.shift
-        return to_control(p, c, slot, entry)
+        return to_control(p, c, slot, entry, WHY_NO_URING)
     if op == _ZEROES:
         status = write_zeroes(p, c, slot, entry, ns, lba, blocks)
     else:
@@ -1018,7 +1071,7 @@ def reap(p: Any) -> int:
             c.outstanding -= 1
             if entry.status == _BY_CONTROL:
                 entry.status = 0
-                if to_control(p, c, slot, entry) != _PENDING:
+                if to_control(p, c, slot, entry, WHY_REFUSED) != _PENDING:
                     post(p, c, slot, entry, _INTERNAL)
             else:
                 if entry.status == _OK:

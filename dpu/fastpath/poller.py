@@ -104,6 +104,7 @@ class Poller:
         p.control_fd, p.wake_fd, p.health = self.control_fd, self.wake_fd, health
         p.spin, p.idle_ms, p.stamps, p.counters = spin, IDLE_MS, int(stamps), 1
         p.ns_mult, p.pid, p.nap_ns = ns_multiplier(), os.getpid(), nap_us * 1000
+        self.trace: Any = None  # see make_trace
         self._thread: threading.Thread | None = None
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
 
@@ -184,6 +185,12 @@ class Poller:
         found = [records[i % layout.ERROR_ENTRIES].copy() for i in range(head, tail)]
         store_u64(ring + layout.RING_HEAD, tail)
         return found
+
+    def make_trace(self, entries: int) -> None:
+        """A new area for traced commands (a power of two of them), while no controller is traced."""
+        self.trace = np.zeros(layout.TRACE_HEADER + entries * layout.TRACE_BYTES, np.uint8)
+        self.record.trace_mask = entries - 1
+        store_u64(self.address + layout.offset_of(layout.POLLER, "trace_ring"), int(self.trace.ctypes.data))
 
     def to_ns(self, count: int) -> int:
         """Ticks as nanoseconds."""

@@ -4,7 +4,7 @@ Use: ``dispatcher(target)``. To add an RPC, add a row.
 Parameters of SPDK's that this target cannot follow are taken where they change nothing (``only``), so that
 ``spdk-rpc``, which sends them with their neutral values, works. ``_hint`` marks those that tune SPDK's own
 memory and have no counterpart here; they are taken with any value.
-Ours beside SPDK's: ``dpu_get_stats``, and ``cache_mode`` of ``bdev_aio_create``.
+Ours beside SPDK's: ``dpu_get_stats``, ``dpu_trace_*``, and ``cache_mode`` of ``bdev_aio_create``.
 Source: SPDK's JSON-RPC documentation; PyPI ``spdk`` 26.9 for what a client sends; recorded answers for the
 rest.
 """
@@ -40,6 +40,7 @@ from dpu.rpc.dispatcher import (
 )
 from dpu.rpc.logs import FLAGS, LEVELS
 from dpu.target import Target, Transport, invalid
+from dpu.trace import ENTRIES, FORMATS
 
 # The SPDK release whose dialect this is.
 SPDK_MAJOR, SPDK_MINOR = 26, 5
@@ -230,6 +231,13 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
         Method("log_set_flag", set_flag, (_FLAG,), INVALID_PARAMS, when=When.ALWAYS),
         Method("log_clear_flag", clear_flag, (_FLAG,), INVALID_PARAMS, when=When.ALWAYS),
         Method("dpu_get_stats", get_stats),
+        Method("dpu_trace_start", target.trace_start, (Param("entries", u32, default=ENTRIES),)),
+        Method("dpu_trace_stop", target.trace_stop),
+        Method(
+            "dpu_trace_save",
+            target.trace_save,
+            (Param("filename", string, required=True), Param("format", one_of(*FORMATS), default="text")),
+        ),
         Method(
             "bdev_get_bdevs",
             get_bdevs,

@@ -33,6 +33,7 @@ from dpu.spdk.types import (
     ResetMode,
     Subsystem,
     ThreadStats,
+    TraceFormat,
     Transport,
     Version,
 )
@@ -118,6 +119,18 @@ class Spdk(Client):
     def dpu_get_stats(self) -> dict[str, Any]:
         """Ours: pollers, queues, stage times and latencies; not in SPDK."""
         return self._do(dict[str, Any], "dpu_get_stats")
+
+    def dpu_trace_start(self, *, entries: int | None = None) -> bool:
+        """Ours: trace every command, the newest ``entries`` of each poller."""
+        return self._do(bool, "dpu_trace_start", entries=entries)
+
+    def dpu_trace_stop(self) -> bool:
+        """Ours."""
+        return self._do(bool, "dpu_trace_stop")
+
+    def dpu_trace_save(self, *, filename: str, format: TraceFormat | None = None) -> dict[str, int]:
+        """Ours: write what was traced to a file of the daemon's; how many commands, how many older ones are lost."""
+        return self._do(dict[str, int], "dpu_trace_save", filename=filename, format=format)
 
     # -- bdevs
 

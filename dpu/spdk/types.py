@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 LogLevel = Literal["ERROR", "WARNING", "NOTICE", "INFO", "DEBUG"]
+TraceFormat = Literal["text", "perfetto"]
 ResetMode = Literal["all", "maxmin", "error", "none"]
 IoType = Literal["read", "write", "unmap", "flush", "reset", "write_zeroes", "all", "clear"]
 ErrorType = Literal["failure", "pending", "corrupt_data", "nomem", "nvme_failure"]

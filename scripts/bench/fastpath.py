@@ -49,6 +49,9 @@ NS_BYTES = 256 << 20
 BLOCK = 512
 REGIONS = 8  # of the DMA map
 BUDGET = 1.15
+# label, stamps, counters, trace on: what each costs is the difference to the first. (What the trace costs while it is
+# off is the difference of two revisions: see BENCHMARKING.md.)
+SWITCHES = (("stamps", 1, 1, 0), ("no stamps", 0, 1, 0), ("no counters", 0, 0, 0), ("traced", 1, 1, 1))
 BUDGET_CASES = ("1x32 read 4k", "1x32 write 4k")
 
 
@@ -192,6 +195,7 @@ class Rig:
         self.case, self.library = case, library
         self._health = np.zeros(8, np.int64)
         self.poller = Poller(None, int(self._health.ctypes.data), NoRing(), spin=0)
+        self.poller.make_trace(1 << 15)
         self._fds = [os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for name in ("state", "bar", "ram")]
         for fd, size in zip(self._fds, (layout.STATE_BYTES, layout.BAR_FILE_BYTES)):
             os.ftruncate(fd, size)
@@ -371,8 +375,9 @@ def run(arguments: argparse.Namespace) -> common.Report:
             commands = max(arguments.bytes // max(case.size, 4096), 4 * rig.per_pass)
             row: list[Any] = [case.name]
             found[case.name] = {}
-            for label, stamps, counters in (("stamps", 1, 1), ("no stamps", 0, 1), ("no counters", 0, 0)):
+            for label, stamps, counters, traced in SWITCHES:
                 rig.poller.record.stamps, rig.poller.record.counters = stamps, counters
+                rig.plane.set_trace(bool(traced))
                 result = measure(rig, sides, _address(library.empty_pass), arguments.rounds, commands)
                 found[case.name][label] = result
                 row += [result["ns"]["c"]["median"], result["ns"]["numba"]["median"], result["ratio"]["median"]]
@@ -385,7 +390,7 @@ def run(arguments: argparse.Namespace) -> common.Report:
         report.results["budget"] = {"ratio_max": BUDGET, "ratio": max(budget), "met": max(budget) <= BUDGET}
     heads = [
         "queues x depth",
-        *[f"{side}, {label}" for label in ("all", "no stamps", "bare") for side in ("C", "numba", "ratio")],
+        *[f"{side}, {label}" for label, *_ in SWITCHES for side in ("C", "numba", "ratio")],
     ]
     common.table(heads, rows)
     return report

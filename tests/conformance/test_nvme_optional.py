@@ -5,6 +5,7 @@ Section numbers are of the NVM Command Set Specification 1.0 unless another is n
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import struct
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import nvme_driver as nv
-from tests.support.daemon import NS_4K, NS_512, NS_FILE, NS_NULL, NULL_BYTES, STANDARD_BYTES, Daemon
+from tests.support.daemon import NS_4K, NS_512, NS_FILE, NS_NULL, NULL_BYTES, STANDARD_BYTES, Daemon, RpcError
 from tests.support.nvme_driver import PAGE, Nvme, SubmissionQueue
 
 BLOCK = {NS_512: 512, NS_4K: 4096, NS_NULL: 512, NS_FILE: 512}
@@ -306,3 +307,38 @@ def test_write_cache_off(daemon: Daemon, nvme: Nvme, queue: SubmissionQueue) -> 
         assert nvme.flush(queue, nsid) == nv.OK
     nvme.enable()
     assert nvme.get_feature(WRITE_CACHE) == 1
+
+
+# --- the trace (ours: dpu_trace_start, dpu_trace_stop, dpu_trace_save)
+
+
+def test_trace_of_a_load(daemon: Daemon, nvme: Nvme, queue: SubmissionQueue, tmp_path: Path) -> None:
+    """Every command of a known load, with the reason for each that left the asic, in both files."""
+    daemon.rpc("dpu_trace_start", {"entries": 1000})
+    for nsid in EVERY:
+        nvme.write(queue, nsid, 5, bytes(PAGE), block=BLOCK[nsid])
+        read_status(nvme, queue, nsid, 5, 1)
+    nvme.identify(1)
+    assert nvme.compare(queue, NS_FILE, 5, bytes(512)) == nv.OK
+    daemon.rpc("dpu_trace_stop")
+    nvme.flush(queue, NS_512)
+    assert daemon.rpc("dpu_trace_save", {"filename": str(tmp_path / "t.txt")}) == {"commands": 10, "lost": 0}
+    lines = [line for line in (tmp_path / "t.txt").read_text().splitlines() if not line.startswith("#")]
+    told = [(parts[0].rsplit(" ", 1)[1], parts[2]) for parts in (line.split("; ") for line in lines)]
+    in_file = "the data is in a file"
+    assert told == [
+        *[("Write", "-"), ("Read", "-")] * 3,
+        ("Write", in_file),
+        ("Read", in_file),
+        ("Identify", "admin command"),
+        ("Compare", "needs a buffer for a file's data"),
+    ]
+    daemon.rpc("dpu_trace_save", {"filename": str(tmp_path / "t.json"), "format": "perfetto"})
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert next(event["args"]["name"] for event in events if event["ph"] == "M").startswith("nqn.")
+    assert sum(event["ph"] == "b" and "args" in event for event in events) == 10
+    assert (tmp_path / "t.json").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(RpcError, match="-2"):
+        daemon.rpc("dpu_trace_save", {"filename": str(tmp_path / "no" / "t.json")})
+    with pytest.raises(RpcError):
+        daemon.rpc("dpu_trace_start", {"entries": 0})

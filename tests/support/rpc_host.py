@@ -24,6 +24,7 @@ from dpu.iostat import Row
 from dpu.rpc.methods import dispatcher
 from dpu.rpc.server import Server
 from dpu.target import Subsystem, Target
+from dpu.trace import Part
 
 
 class Killed(BaseException):
@@ -131,6 +132,15 @@ class FakeHost:
         return []
 
     def io_rows(self, nqn: str | None = None) -> list[Row]:
+        return []
+
+    async def trace_start(self, entries: int) -> None:
+        self.events.append(("trace_start", entries))
+
+    async def trace_stop(self) -> None:
+        self.events.append(("trace_stop",))
+
+    def trace(self) -> list[Part]:
         return []
 
     def clock(self) -> tuple[int, int]:
