@@ -40,7 +40,7 @@ def digest() -> str:
     for package in _COMPILERS:
         total.update(f"{package} {_version(package)}\n".encode())
     # Kill points are compiled in only when a test names one (dpu.fastpath.jit).
-    total.update(f"killable {VARIABLE in os.environ}\n".encode())
+    total.update(f"killable {VARIABLE in os.environ}, trace {os.environ.get('DPU_EMU_TRACE')}\n".encode())
     total.update(f"python {platform.python_version()}\n".encode())
     return total.hexdigest()
 

@@ -9,7 +9,8 @@ The packets are listed in dpu/keeper.py.
 
 Environment (set by the keeper or for measurements): NUMBA_CACHE_DIR; DPU_EMU_STAMPS=0 takes no time stamps on the
 data path, DPU_EMU_COUNTERS=0 counts nothing, DPU_EMU_SPIN=n idle passes before a poller sleeps, DPU_EMU_URING=0
-does file I/O in threads, DPU_EMU_NAP_US=n longest nap while a client has mapped its doorbells.
+does file I/O in threads, DPU_EMU_NAP_US=n longest nap while a client has mapped its doorbells, DPU_EMU_TRACE=0
+compiles the trace out.
 
 Errors: a fault of ours ends the process; the keeper starts the next one.
 """
@@ -38,6 +39,7 @@ from dpu import forkserver, killpoint, layout, trace
 from dpu.backends import Backend, FileBackend, Marks, MemoryBackend, marks_key
 from dpu.channel import Channel, ConfigStore, Health, Packet
 from dpu.errors import EmuError, RpcError, VfioUserError
+from dpu.fastpath.jit import TRACEABLE
 from dpu.fastpath.poller import NAP_US, SPIN_PASSES, Poller, compile_all, now, tick_rate
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
@@ -511,8 +513,8 @@ class Worker:
         }
 
     async def trace_start(self, entries: int) -> None:
-        if not _flag("DPU_EMU_STAMPS", 1):
-            raise invalid("there are no stamps to trace with DPU_EMU_STAMPS=0")
+        if not _flag("DPU_EMU_STAMPS", 1) or not TRACEABLE:
+            raise invalid("nothing can be traced with DPU_EMU_STAMPS=0 or DPU_EMU_TRACE=0")
         await self.trace_stop()
         for poller in self.pollers:
             poller.make_trace(entries)

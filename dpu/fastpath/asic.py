@@ -31,7 +31,7 @@ from dpu.fastpath.atomics import (
     ticks,
     view,
 )
-from dpu.fastpath.jit import KILLABLE, compiled, inlined
+from dpu.fastpath.jit import KILLABLE, TRACEABLE, compiled, inlined
 from dpu.fastpath.system import die, differ, fill, find, io_uring_enter, move, ppoll, punch, read, recv, write
 from dpu.layout import (
     ATTENTION_NONE,
@@ -518,7 +518,7 @@ def post(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
         status = report_error(p, c, entry, status)
     if p.counters:
         count_command(p, c, entry, sq, status)
-    if c.tracing:
+    if TRACEABLE and c.tracing:
         trace_command(p, c, slot, entry, status)
     entry.status = status
     entry.cq_count = cq.posted
@@ -600,7 +600,7 @@ def trace_command(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
 @compiled
 def to_uring(p: Any, c: Any, slot: int, entry: Any, operations: int) -> int:
     """Account for a command that has gone to io_uring."""
-    if c.tracing:
+    if TRACEABLE and c.tracing:
         hand_over(c, slot, WHY_FILE)
     entry.where = WHERE_URING
     entry.pending = operations
@@ -611,7 +611,7 @@ def to_uring(p: Any, c: Any, slot: int, entry: Any, operations: int) -> int:
 @compiled
 def to_control(p: Any, c: Any, slot: int, entry: Any, why: int) -> int:
     """Hand a command to control over the miss ring (which has room for all slots of many controllers)."""
-    if c.tracing:
+    if TRACEABLE and c.tracing:
         hand_over(c, slot, why)
     if entry.where != WHERE_PARKED:
         entry.where = WHERE_CONTROL

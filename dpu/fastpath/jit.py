@@ -17,8 +17,10 @@ from numba import config
 F = TypeVar("F", bound=Callable[..., Any])
 
 JIT = not config.DISABLE_JIT
-# Kill points are compiled in only when a test asks for them; dpu.jitcache keeps the two builds apart.
+# Kill points are compiled in only when a test asks for them; dpu.jitcache keeps the builds apart.
 KILLABLE = "DPU_EMU_KILL_AT" in os.environ
+# DPU_EMU_TRACE=0 compiles the trace out, to measure what it costs while it is off.
+TRACEABLE = os.environ.get("DPU_EMU_TRACE") != "0"
 
 
 def compiled(function: F, **options: Any) -> F:

@@ -126,10 +126,26 @@ static int64_t walk_prps(const struct CONTROLLER *c, struct QUEUE_LOCAL *local, 
     return count;
 }
 
+static void count_ticks(int64_t *sum, int64_t *longest, int64_t *shortest, int64_t spent)
+{
+    *sum += spent;
+    if (spent > *longest)
+        *longest = spent;
+    if (spent < *shortest || *shortest == 0)
+        *shortest = spent;
+}
+
 static void count_command(const struct POLLER *p, const struct CONTROLLER *c, const struct INFLIGHT *entry,
                           struct SQ *sq, int64_t status)
 {
-    int64_t op = entry->sqe.opcode, nsid = entry->sqe.nsid;
+    int64_t op = entry->sqe.opcode, nsid = entry->sqe.nsid, spent = 0;
+    if (p->stamps) {
+        int64_t now = (int64_t)__rdtsc();
+        sq->ticks_wait += entry->begun - entry->seen;
+        sq->ticks_serve += now - entry->begun;
+        spent = now - entry->seen > 0 ? now - entry->seen : 0;
+        spent = spent < (int64_t)1 << 40 ? spent : (int64_t)1 << 40;
+    }
     sq->commands++;
     if (status)
         sq->errors++;
@@ -142,21 +158,19 @@ static void count_command(const struct POLLER *p, const struct CONTROLLER *c, co
         } else if (op == OP_READ) {
             space->reads++;
             space->bytes_read += entry->bytes;
+            count_ticks(&space->read_ticks, &space->read_ticks_max, &space->read_ticks_min, spent);
             sq->bytes_read += entry->bytes;
         } else if (op == OP_WRITE) {
             space->writes++;
             space->bytes_written += entry->bytes;
+            count_ticks(&space->write_ticks, &space->write_ticks_max, &space->write_ticks_min, spent);
             sq->bytes_written += entry->bytes;
         } else {
             space->others++;
         }
     }
     if (p->stamps) {
-        int64_t now = (int64_t)__rdtsc();
-        sq->ticks_wait += entry->begun - entry->seen;
-        sq->ticks_serve += now - entry->begun;
-        int64_t ticks = now - entry->seen > 0 ? now - entry->seen : 0;
-        int64_t ns = (ticks < (int64_t)1 << 40 ? ticks : (int64_t)1 << 40) * p->ns_mult >> 20;
+        int64_t ns = spent * p->ns_mult >> 20;
         int64_t bucket = ns;
         if (ns >= 1 << HISTOGRAM_STEP_BITS) {
             int exponent = 63 - __builtin_clzll((uint64_t)ns) - HISTOGRAM_STEP_BITS;

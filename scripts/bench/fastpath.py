@@ -306,7 +306,7 @@ class Rig:
         return {
             "sq": np.array([sqs[name] for name in names]).tobytes(),
             "cq": np.array([cqs[name] for name in ("posted", "signals")]).tobytes(),
-            "space": spaces.tobytes(),
+            "space": np.array([spaces[name] for name in layout.SPACE.names if "ticks" not in name]).tobytes(),
             "free": np.sort(self.plane._free).tobytes(),
             "inflight": self.plane.inflight.state.tobytes(),
         }
