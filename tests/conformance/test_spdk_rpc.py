@@ -320,11 +320,12 @@ def test_reactors(daemon: Daemon) -> None:
 
 
 def test_our_methods_are_spdks(client: JSONRPCClient) -> None:
-    """Names from the recorded rpc_get_methods, but for one of ours."""
+    """Names from the recorded rpc_get_methods, but for those of ours."""
     recorded = next(
         row["answer"]["result"] for row in VECTORS["calls"] if row["request"]["method"] == "rpc_get_methods"
     )
-    assert set(client.rpc_get_methods()) - set(recorded) == {"dpu_get_stats"}
+    ours = {"dpu_get_stats", "dpu_trace_start", "dpu_trace_stop", "dpu_trace_save"}
+    assert set(client.rpc_get_methods()) - set(recorded) == ours
 
 
 def test_a_call_that_waits_holds_up_neither_calls_nor_io(daemon: Daemon, nvme: Nvme) -> None:
