@@ -226,8 +226,12 @@ def test_the_same_calls_against_a_dpud(daemon: Daemon, image: Path) -> None:
         made = life(card, vfu, image)
         there = set(card.rpc_get_methods())
         assert there <= bindings(), "a method of the card without a binding"
-        assert there - made == {"framework_start_init", "spdk_kill_instance", "dpu_get_stats"}
+        ours = {"dpu_get_stats", "dpu_trace_start", "dpu_trace_stop", "dpu_trace_save"}
+        assert there - made == {"framework_start_init", "spdk_kill_instance"} | ours
         assert card.dpu_get_stats()["controllers"] == []
+        assert card.dpu_trace_start(entries=16) and card.dpu_trace_stop()
+        saved = card.dpu_trace_save(filename=str(daemon.directory / "trace"), format="perfetto")
+        assert saved == {"commands": 0, "lost": 0}
 
 
 def test_the_same_calls_against_spdk(socket_dir: Path, image: Path) -> None:
