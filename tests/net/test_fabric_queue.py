@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +20,7 @@ from net.srv6 import shift
 from net.switch.model import Cause, PortQueue
 from net.switch.settings import ENGINES, FabricSettings
 from net.topology import Path, Topology
-from tests.net.frames import first_link, settle, write
+from tests.net.frames import first_link, settle, until, write
 
 
 def slow_bps(fabric: Fabric) -> int:
@@ -144,3 +147,31 @@ def test_last_hops_never_mark(fabric: Fabric) -> None:
     assert marks == sorted(marks)
     assert abs(sum(marks) - fabric.counters(UPLINK, "p0-t0-0").packets[Cause.ECN]) == 0
     assert 1 < sum(marks) < 9
+
+
+@pytest.mark.skipif(shutil.which("tc") is None, reason="iproute2's tc is the witness")
+def test_the_line_charges_trimmed_headers_for_what_they_are(fabric: Fabric) -> None:
+    """Trimming behind the kernel's back would have HTB serve each header like the frame that it was."""
+    if fabric.settings.engine == "scapy":
+        pytest.skip("has no HTB")
+    fabric.set_rate(UPLINK, 10**6, "p0-t0-0")
+    frames = [write(fabric, ACROSS, psn, payload=PAYLOAD) for psn in range(30)]
+    fabric.expect(
+        UPLINK,
+        lambda packet: len(packet) < FRAME,
+        after=partial(fabric.send, first_link(fabric, ACROSS), frames),
+        count=12,
+        timeout_s=20,
+    )
+    trims = fabric.counters(UPLINK, "p0-t0-0").packets[Cause.TRIM]
+
+    def served() -> tuple[int, int]:
+        with fabric.inside("p0-t0-0"):
+            shown = subprocess.run(
+                ["tc", "-s", "class", "show", "dev", "p0-t1-0"], capture_output=True, text=True, check=True
+            )
+        [(size, packets)] = re.findall(r"class htb 1:1 .*?Sent (\d+) bytes (\d+) pkt", shown.stdout, re.S)
+        return int(size), int(packets)
+
+    until(lambda: served()[1] == trims, "all headers")
+    assert served() == (trims * fabric.settings.trim_size_bytes, trims)
