@@ -30,7 +30,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import numpy as np
@@ -162,7 +162,7 @@ class Worker:
         for backend in self.target.bdevs.values():
             await self._fence(backend)
         self._start_pollers()
-        for packet in clients:
+        for packet in self._adoptable(clients):
             self._adopt_client(packet, [p for p in packets if p.fields.get("client") == packet.fields["client"]])
         self._drop_orphans()
         for poller in self.pollers:
@@ -354,6 +354,25 @@ class Worker:
             if row.nsid in subsystem.by_nsid:
                 self.target.iostat.attach(row, subsystem.backend(row.nsid).name)
         return client
+
+    def _adoptable(self, packets: list[Packet]) -> Iterator[Packet]:
+        """Clients to take up where the last worker left them, one of each subsystem.
+
+        A new QEMU may have connected after the end of the last one, and nobody was there to see to that end. Of two
+        clients the one with areas has been served last: an earlier one is done with, and a later one is new.
+        """
+        for position, packet in enumerate(packets):
+            subsystem = self.target.subsystem_of(packet.fields["listener"])
+            later = [
+                p for p in packets[position + 1 :] if self.target.subsystem_of(p.fields["listener"]) is subsystem
+            ]
+            if any(self._keys(p.fields["client"])[1] in self._fds for p in later):
+                packet.close()
+                self.channel.send("drop", client=packet.fields["client"], reason="closed by the client")
+            elif any(client.hung_up for client in self.clients.values() if client.subsystem is subsystem):
+                self._adopted.append(packet)
+            else:
+                yield packet
 
     def _adopt_client(self, packet: Packet, others: list[Packet]) -> None:
         number = packet.fields["client"]

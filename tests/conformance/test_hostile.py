@@ -39,8 +39,9 @@ BAD_ADDRESS = {nv.DATA_TRANSFER_ERROR, nv.INVALID_FIELD, nv.PRP_OFFSET_INVALID}
 def daemon(socket_dir: Path, request: pytest.FixtureRequest) -> Iterator[Daemon]:
     directory = socket_dir / request.param
     directory.mkdir()
-    env = {"NUMBA_DISABLE_JIT": "1"} if request.param == "nojit" else {}
-    with Daemon(directory, env=env) as daemon:
+    # A pass over a flood takes seconds in plain Python on a busy machine: that is no hung worker.
+    env, args = ({"NUMBA_DISABLE_JIT": "1"}, ["--watchdog", "30"]) if request.param == "nojit" else ({}, [])
+    with Daemon(directory, env=env, args=args) as daemon:
         yield daemon
 
 

@@ -14,7 +14,7 @@ import select
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.support import nvme_driver as nv
 from tests.support.daemon import MIB, NS_4K, NS_512, NS_FILE, Daemon, RpcError, Target
 from tests.support.load import Load
 from tests.support.nvme_driver import PAGE, GuestRam, Nvme
+from tests.support.vfio_user_client import VfioUserClient
 
 DATA_POINTS = ["header_read", "doorbell_stored", "sqe_copied", "executed", "cqe_half", "cqe_written"]
 DATA_POINTS += ["before_eventfd", "in_loop"]
@@ -46,12 +47,14 @@ class Death:
 
 
 @contextlib.contextmanager
-def running(point: str = "", *, generations: int = 1) -> Iterator[tuple[Daemon, Target, Death]]:
+def running(
+    point: str = "", *, generations: int = 1, args: Sequence[str] = ()
+) -> Iterator[tuple[Daemon, Target, Death]]:
     """A daemon whose first workers die at `point`, the standard target, and the death of the first worker."""
     directory = Path(tempfile.mkdtemp(prefix="dpu-k-"))
     env = {"DPU_EMU_KILL_AT": point, "DPU_EMU_KILL_GENERATIONS": str(generations)} if point else {}
     try:
-        with Daemon(directory, env=env, args=["--crash-limit", "0"]) as daemon:
+        with Daemon(directory, env=env, args=["--crash-limit", "0", *args]) as daemon:
             death = Death(daemon.worker_pid())
             try:
                 yield daemon, daemon.standard_target(), death
@@ -301,6 +304,25 @@ def test_standby_is_replaced() -> None:
         daemon.kill_worker()
         load.run(200)
         load.finish()
+
+
+def test_a_client_goes_and_another_comes_while_nobody_serves() -> None:
+    """QEMU is killed and a new one started in the pause between two workers: it is served, not told "in use"."""
+    with running(args=["--no-standby"]) as (daemon, target, _):
+        for _ in range(2):
+            with connected(target) as nvme:
+                nvme.enable()
+                nvme.write(nvme.create_queue_pair(1, 8), NS_512, 9, b"kept" + bytes(508))
+                server = daemon.fork_server_pid()
+                os.kill(server, signal.SIGSTOP)
+                daemon.kill_worker()
+            with VfioUserClient(target.path) as other:
+                os.kill(server, signal.SIGCONT)
+                other.negotiate()
+                assert other.device_info()
+            with connected(target) as nvme:
+                nvme.enable()
+                assert nvme.read(nvme.create_queue_pair(1, 8), NS_512, 9, 512) == b"kept" + bytes(508)
 
 
 def test_namespaces_and_listeners_survive() -> None:

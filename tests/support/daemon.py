@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from dpu.forkserver import NAME as FORK_SERVER
 from dpu.forkserver import WORKER_NAME
 
 DEADLINE_S = 120.0  # the first start on a loaded machine compiles the fast path
@@ -196,6 +197,11 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 continue
             raise AssertionError(f"dpud exited\n{self!r}")
+
+    def fork_server_pid(self) -> int:
+        """The child that workers are forked from."""
+        (pid,) = (pid for pid in self.children() if Path(f"/proc/{pid}/comm").read_text().rstrip() == FORK_SERVER)
+        return pid
 
     def kill_worker(self, number: int = signal.SIGKILL) -> int:
         """Send a signal to the serving worker; its pid. SIGKILL also waits until it is gone."""

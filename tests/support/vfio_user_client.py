@@ -71,8 +71,8 @@ class VfioUserClient:
 
     def __init__(self, path: str, *, deadline_s: float = DEADLINE_S) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(path)  # waits for room in a listener's queue, which a socket with a timeout does not
         self.sock.settimeout(deadline_s)
-        self.sock.connect(path)
         self.deadline_s = deadline_s
         self.capabilities: dict[str, Any] = {}
         self.version = (0, 0)
