@@ -222,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of NEW's daemons"
     )
-    compare.add_argument("--pairs", type=int, default=12, help="runs of each side; default: 12")
+    compare.add_argument("--pairs", type=int, default=24, help="runs of each side; default: 24")
     compare.add_argument("--seed", type=int, default=0, help="of the order; default: 0")
     compare.add_argument("--aa", action="store_true", help="BASE against itself: the rate of false positives")
     compare.add_argument("--trials", type=int, default=1, help="repeat the whole comparison; default: 1")

@@ -144,7 +144,12 @@ def build(directory: Path) -> ctypes.CDLL:
     library = directory / "baseline.so"
     flags = ["-O3", "-march=native", "-fno-strict-aliasing", "-fwrapv", "-Wall", "-shared", "-fPIC", f"-I{directory}"]
     subprocess.run(["gcc", *flags, "-o", str(library), str(HERE / "baseline.c")], check=True)
-    made = ctypes.CDLL(str(library))
+    return load(str(library))
+
+
+def load(library: str) -> ctypes.CDLL:
+    """What :func:`build` has left in ``library``."""
+    made = ctypes.CDLL(library)
     made.drive.restype = ctypes.c_int64
     made.drive.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
     return made
@@ -177,9 +182,12 @@ class ClientQueue(ctypes.Structure):
 # -------------------------------------------------------------------------------------------------- numba's side
 
 
-@numba.cfunc("int64(int64)")  # type: ignore[untyped-decorator]
-def numba_pass(address: int) -> int:
-    """The product's pass, as a C function."""
+def product_pass(cache: bool = False) -> Any:
+    """The product's pass, as a C function; ``cache``: kept in numba's cache, which must be one of this `dpu`."""
+    return numba.cfunc("int64(int64)", cache=cache)(_one_pass)
+
+
+def _one_pass(address: int) -> int:
     return asic.one_pass(view(address, 1, POLLER)[0], False)
 
 
@@ -363,7 +371,8 @@ def run(arguments: argparse.Namespace) -> common.Report:
         library = build(Path(directory))
         compiler = subprocess.run(["gcc", "--version"], capture_output=True, text=True, check=True).stdout
         report.results["compilers"] = {"gcc": compiler.splitlines()[0], "numba": numba.__version__}
-        sides = {"numba": numba_pass.address, "c": _address(library.baseline_pass)}
+        product = product_pass()
+        sides = {"numba": product.address, "c": _address(library.baseline_pass)}
         memory = MemoryBackend.create("bench", BLOCK, NS_BYTES // BLOCK, uuid.uuid4())
         backends = {False: memory, True: NullBackend("null", BLOCK, NS_BYTES // BLOCK, uuid.uuid4())}
         mapping = Mapping(memory.fd, NS_BYTES)

@@ -118,3 +118,39 @@ def test_spray(tmp_path: Path) -> None:
     results = bench("spray", tmp_path)
     for spray in ("single path", "round robin", "random"):
         assert is_spread(results[spray]["hops_per_s"]) and results[spray]["nics"] == 512
+
+
+def has_trials(results: Any, trials: int, pairs: int) -> bool:
+    """Whether both kinds ran to their end."""
+    kinds = [results["slowed"], results["A/A"]]
+    return all(
+        kind["trials"] == sum(kind["verdicts"].values()) == trials and len(kind["ratios"]) == trials * pairs
+        for kind in kinds
+    )
+
+
+@pytest.mark.slow  # the slow copy is compiled anew
+@pytest.mark.parametrize(
+    "through",
+    [
+        pytest.param("stage", marks=pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")),
+        "daemon",
+    ],
+)
+def test_compare(through: str, tmp_path: Path) -> None:
+    assert has_trials(bench("compare", tmp_path, "--through", through), 1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the guest's side is compiled by gcc")
+def test_a_slowdown_of_5_percent_is_found_and_none_is_invented(tmp_path: Path) -> None:
+    """The claim about `emu compare`, on this machine: 19 of 20 trials of each kind."""
+    out = tmp_path / "compare.json"
+    command = [sys.executable, "-m", "scripts.bench.compare", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(out.read_text())["results"]
+    assert has_trials(results, 20, 24)
+    assert results["slowed"]["verdicts"].get("worse", 0) >= 19, results["slowed"]["ratio"]
+    assert results["A/A"]["verdicts"].get("same", 0) >= 19, results["A/A"]["ratio"]
