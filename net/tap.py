@@ -4,8 +4,7 @@ The machine has an address of its own, ``Plan.vm_address``; every other host has
 hosts, with one more uSID that tells the host to hand the packet on.
 
 Use: ``tap = HostTap(wiring, 3)``; ``-netdev tap,id=fabric,fd={tap.fd}``,
-``-device virtio-net-pci,netdev=fabric,mac={tap.mac}``; in the guest: ``ip address add ADDRESS/128 dev eth0``,
-``ip route add default via fe80::1 dev eth0``. See also ``guest_commands``.
+``-device virtio-net-pci,netdev=fabric,mac={tap.mac}``; in the guest what ``guest_commands`` says.
 Limits: IPv6; one machine per host; MTU 8960.
 Errors: NetError. Source: Linux Documentation/networking/tuntap.rst; net.srv6.
 """
@@ -73,8 +72,9 @@ class HostTap:
     def guest_commands(self, interface: str = "eth0") -> list[str]:
         """What makes the machine's side work, as a shell has it."""
         return [
+            f"echo 0 > /proc/sys/net/ipv6/conf/{interface}/accept_dad",
             f"ip link set {interface} mtu {MTU_BYTES - _OUTER_BYTES} up",
-            f"ip -6 address add {self.address}/128 dev {interface} nodad",
+            f"ip -6 address add {self.address}/128 dev {interface}",
             f"ip -6 route add default via {NEIGHBOUR} dev {interface}",
         ]
 
