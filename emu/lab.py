@@ -135,6 +135,7 @@ class Lab:
             starts = [self._start_dpu(dpu) for dpu in self.dpus.values()]
             await together([*starts, *map(self._start_vm, self.vms.values())])
             await together(self._attach(vm) for vm in self.vms.values())
+            await self._join_fabric()
         except BaseException as error:
             await self._end(failed=True)
             self._signals.remove(error)
@@ -172,6 +173,14 @@ class Lab:
         except OSError as error:
             raise EmuError(f"cannot make {out}: {error.strerror}", "choose another output folder") from error
         return directory, out
+
+    async def _join_fabric(self) -> None:
+        """A network card for every VM that stands in the place of a host."""
+        for vm in self.vms.values():
+            if vm.config.host is not None:
+                from emu.fabric.vm import join
+
+                await join(vm, self.fabric, vm.config.host)
 
     @property
     def fabric(self) -> Fabric:

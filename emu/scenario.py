@@ -103,6 +103,8 @@ class VmSpec(_Spec):
     disk: str | None = None
     qemu_args: tuple[str, ...] = ()
     nvme: tuple[str, ...] = Field(default=(), max_length=ROOT_PORTS_MAX)
+    host: str | None = None
+    """The fabric's host whose place it takes: a network card there."""
 
     @model_validator(mode="after")
     def _consistent(self) -> VmSpec:
@@ -174,6 +176,7 @@ class Scenario:
             kernel_args=vm.kernel_args,
             disks=() if vm.disk is None else (DiskConfig(self.folder / vm.disk),),
             qemu_args=vm.qemu_args,
+            host=vm.host,
         )
 
     def _dpu(self, name: str, dpu: DpuSpec) -> DpuConfig:
@@ -292,6 +295,7 @@ class _Checker:
             self.problem((), "there is no VM; add a table such as [vm.web]")
         self.problems = sorted(dict.fromkeys(self.problems), key=lambda problem: _line(problem.where))
         fabric = fabric if "fabric" in self.document else None
+        self.check_hosts(vms, fabric)
         return Scenario(name, vms, dpus, tuple(workloads), self.folder, fabric)
 
     def named_parts(self, kind: str, model: type[Model]) -> dict[str, Model]:
@@ -369,6 +373,22 @@ class _Checker:
                 take((*path, "namespaces", index, "path"), spec.path)
         for name, vm in vms.items():
             take(("vm", name, "disk"), vm.disk)
+
+    def check_hosts(self, vms: Mapping[str, VmSpec], fabric: FabricSpec | None) -> None:
+        """Every VM's host is one of the fabric, and nobody else's."""
+        hosts = [f"h{number}" for number in range(0 if fabric is None else fabric.topology().hosts)]
+        taken: dict[str, str] = {}
+        for name, vm in vms.items():
+            path = ("vm", name, "host")
+            if vm.host is None:
+                continue
+            if "fabric" not in self.document:
+                self.problem(path, "host is one of a fabric; add a table [fabric]")
+            elif vm.host in taken:
+                self.problem(path, f'host "{vm.host}" is taken by VM "{taken[vm.host]}"')
+            elif hosts and vm.host not in hosts:
+                self.problem(path, f'there is no host "{vm.host}" in the fabric; hosts are h0 to {hosts[-1]}')
+            taken.setdefault(vm.host, name)
 
     def check_machine(self, vms: Mapping[str, VmSpec], dpus: Mapping[str, DpuSpec]) -> None:
         """This machine has the CPUs, the memory and the files."""

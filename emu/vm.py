@@ -72,6 +72,7 @@ class VmConfig:
     kernel_args: str = ""  # added to the command line
     disks: tuple[DiskConfig, ...] = ()
     qemu_args: tuple[str, ...] = ()  # added at the end, as given
+    host: str | None = None  # of the lab's fabric: the VM gets a network card in its place
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,25 @@ def test_mistakes_in_it_have_their_line(tmp_path: Path, line: str, message: str)
     assert problem.where.startswith(f"{file}:")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[vm.a]\nhost = "h0"\n', "add a table [fabric]"),
+        ('[fabric]\n[vm.a]\nhost = "h4"\n', 'no host "h4" in the fabric; hosts are h0 to h3'),
+        ('[fabric]\n[vm.a]\nhost = "h0"\n[vm.b]\nhost = "h0"\n', 'host "h0" is taken by VM "a"'),
+    ],
+)
+def test_a_vm_takes_a_host_of_the_fabric(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(text)
+    with pytest.raises(ScenarioError) as caught:
+        load(file)
+    [problem] = caught.value.problems
+    assert message in problem.message
+    file.write_text('[fabric]\n[vm.a]\nhost = "h3"\n')
+    assert load(file).lab_config().vms[0].host == "h3"
+
+
 def test_specs_survive_the_way_to_their_process() -> None:
     spec = FabricSpec(planes=3, ecn=False, rate="10M")
     assert FabricSpec.model_validate_json(spec.model_dump_json()) == spec

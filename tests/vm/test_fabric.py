@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from emu.fabric.spec import FabricSpec
-from emu.fabric.vm import join
 from emu.lab import Lab, LabConfig, prepare
 from emu.progress import Silent
 from emu.vm import VmConfig
@@ -24,12 +23,11 @@ CLIENT = "import socket, sys; socket.create_connection(sys.argv[1:3]).sendall(b'
 def test_a_guest_talks_through_the_fabric(tmp_path: Path) -> None:
     if lacking := missing():
         pytest.skip("no live fabric here: " + "; ".join(lacking))
-    config = LabConfig("joined", vms=(VmConfig("web"),), fabric=FabricSpec(), out=tmp_path)
+    config = LabConfig("joined", vms=(VmConfig("web", host="h0"),), fabric=FabricSpec(), out=tmp_path)
 
     async def main() -> None:
         async with Lab(config, prepare(config, Silent()), Silent()) as lab:
             vm, fabric = lab.vms["web"], lab.fabric
-            tap = await join(vm, fabric, "h0")
             with fabric.inside("h3"):
                 server = socket.create_server((fabric.address("h3", 1), 0), family=socket.AF_INET6)
             with server:
@@ -38,7 +36,7 @@ def test_a_guest_talks_through_the_fabric(tmp_path: Path) -> None:
                 command = ["python3", "-c", CLIENT, fabric.address("h3", 1), str(server.getsockname()[1]), str(BYTES)]
                 result = await vm.exec(command, timeout_s=60)
                 assert result.code == 0, result.stderr
-                assert await accepted == (str(tap.address), BYTES)
+                assert await accepted == (str(fabric.plan.vm_address(0)), BYTES)
             crossed = fabric.counters("p1-t0-0:p1-t1-1")  # its pair's path in plane 1
             assert crossed.sent_bytes > BYTES
 
