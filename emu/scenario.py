@@ -351,7 +351,9 @@ class _Checker:
                 if device not in devices:
                     self.problem(path, _unknown("controller", device, devices))
                 elif device in taken:
-                    self.problem(path, f'controller "{device}" is attached already, to VM "{taken[device]}"')
+                    self.problem(
+                        path, f'controller "{device}" is attached already, to VM "{taken[device]}"; it takes one'
+                    )
                 taken.setdefault(device, name)
 
     def check_shared(self, vms: Mapping[str, VmSpec], dpus: Mapping[str, DpuSpec]) -> None:
@@ -367,7 +369,7 @@ class _Checker:
 
         for path, controller in _controllers(dpus):
             if controller.serial in serials:
-                self.problem((*path, "serial"), f'serial "{controller.serial}" is used twice')
+                self.problem((*path, "serial"), f'serial "{controller.serial}" is used twice; give each its own')
             serials |= {controller.serial} - {""}
             for index, spec in enumerate(controller.namespaces):
                 take((*path, "namespaces", index, "path"), spec.path)
@@ -424,7 +426,7 @@ class _Checker:
     def check_file(self, path: KeyPath, file: Path, rights: int) -> None:
         """``file`` is there for ``rights`` (os.R_OK, ...)."""
         if file.is_dir() or not file.exists():
-            self.problem(path, f"there is no file {file}")
+            self.problem(path, f"there is no file {file}; a path is relative to the scenario's folder")
         elif not os.access(file, rights):
             self.problem(path, f"{file} cannot be {'written' if rights & os.W_OK else 'read'}; see its permissions")
 
@@ -470,7 +472,12 @@ class _Checker:
         kind = _table(raw).get("type")
         if not isinstance(kind, str) or kind not in WORKLOADS:
             at = (*path, "type") if kind is not None else path
-            self.problem(at, "type is missing" if kind is None else _unknown("workload type", kind, WORKLOADS))
+            self.problem(
+                at,
+                f"type is missing; one of: {', '.join(WORKLOADS)}"
+                if kind is None
+                else _unknown("workload type", kind, WORKLOADS),
+            )
             return None
         params = self.part(WORKLOADS[kind].params, raw, path)
         files = self.files(raw, WORKLOADS[kind].paths, path)

@@ -95,17 +95,24 @@ def start(command: Sequence[str], progress: Progress) -> None:
             )
         finally:
             os.close(theirs)
+        before = signal.signal(signal.SIGTERM, _terminated)
         try:
             if _follow(pipe, progress):
                 return
-        except BaseException:  # Ctrl-C, or the error that it told
+        except BaseException:  # Ctrl-C, SIGTERM, or the error that it told
             supervisor.terminate()
             supervisor.wait()
             raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
         code = supervisor.wait()
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()
     raise EmuError("\n".join([f"the lab's supervisor has ended with {code}", *lines[-10:]]), "report this")
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def _follow(pipe: Any, progress: Progress) -> bool:

@@ -38,12 +38,23 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from emu.units import DurationSeconds, Size
-from emu.workloads.base import Context, Params, Result, Sample, Workload, WorkloadError, read_user_file, tail
+from dpu.errors import EmuError
+from emu.units import DurationSeconds, Size, format_size, parse_size
+from emu.workloads.base import (
+    BlockDevice,
+    Context,
+    Params,
+    Result,
+    Sample,
+    Workload,
+    WorkloadError,
+    read_user_file,
+    tail,
+)
 from emu.workloads.measures import PERCENTILES, Histogram, Series, percentile_name
 
 _DONE = re.compile(rb"\[(\d+(?:\.\d+)?)%\]")
-_BLOCK_SIZES = r"^\d+[kKmM]?(-\d+[kKmM]?)?$"
+BLOCK_SIZES = r"^[1-9]\d*[kKmM]?(-[1-9]\d*[kKmM]?)?$"
 _DIRECTIONS = ("read", "write", "trim")  # by fio's numbers
 _WINDOW_MS = 500  # of the time series, at least
 _POINTS = 240  # of a time series, about
@@ -53,7 +64,7 @@ _WITHOUT_RUNTIME_S = 900.0
 
 class FioParams(Params):
     rw: Literal["read", "write", "randread", "randwrite", "rw", "randrw", "trim", "randtrim"] = "randread"
-    bs: str = Field(default="4k", pattern=_BLOCK_SIZES)
+    bs: str = Field(default="4k", pattern=BLOCK_SIZES)
     iodepth: int = Field(default=1, ge=1, le=4096)
     numjobs: int = Field(default=1, ge=1, le=256)
     size: Size | None = None
@@ -282,4 +293,19 @@ def _ms(duration_s: float) -> str:
     return f"{round(duration_s * 1000)}ms"
 
 
-WORKLOAD = Workload(FioParams, run, main="rw", paths=("job",))
+def check(params: FioParams, device: BlockDevice) -> None:
+    """EmuError for block sizes that the device refuses or that do not fit the region."""
+    if params.job is not None:  # that is fio's to judge
+        return
+    smallest, *rest = map(parse_size, params.bs.split("-"))  # a range has multiples of its smallest
+    if smallest % device.block_size:
+        raise EmuError(
+            f"bs {params.bs} is not a multiple of the block size of {device.path}, {device.block_size} bytes",
+            f"write bs = {max(1, smallest // device.block_size) * device.block_size} or a multiple of it",
+        )
+    region = min(params.size or device.size, device.size)
+    if max([smallest, *rest]) > region:
+        raise EmuError(f"bs {params.bs} is larger than the region, {format_size(region)}", "make bs or that fit")
+
+
+WORKLOAD = Workload(FioParams, run, main="rw", paths=("job",), check=check)

@@ -33,9 +33,9 @@ from pydantic import Field
 from dpu.errors import EmuError
 from emu.units import DurationSeconds, Size, format_size, parse_size
 from emu.workloads.base import BlockDevice, Context, Params, Result, Sample, Workload
-from emu.workloads.fio import run_fio, samples_of
+from emu.workloads.fio import BLOCK_SIZES, run_fio, samples_of
 
-BlockSizes = Annotated[str, Field(pattern=r"^\d+[kKmM]?(-\d+[kKmM]?)?$")]
+BlockSizes = Annotated[str, Field(pattern=BLOCK_SIZES)]
 Depth = Annotated[int, Field(ge=1, le=1024)]
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
+import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +203,63 @@ def test_console_shows_what_is_typed_into_it(emu: Emu, lab: Any) -> None:
     assert b"typed-42" in emu("console", "--once", "web").stdout
 
 
+def test_console_and_top_on_a_terminal(emu: Emu, lab: Any) -> None:
+    """Ctrl-C is the guest's, Ctrl-] leaves, and the terminal is as it was before; top redraws until Ctrl-C."""
+    with terminal(emu.command("console", "web"), emu.environment) as (master, process):
+        before = termios.tcgetattr(master)
+        read_until(master, rb"Ctrl-\] leaves")
+        os.write(master, b"\necho up-$((2+3))\n")
+        read_until(master, rb"up-5\r\n.*guest# ")
+        os.write(master, b"sleep 1001\n")
+        # before it runs, the shell takes Ctrl-C for text
+        running = "for i in $(seq 300); do ps | grep -q '[s]leep 100[1]' && exit; sleep 0.1; done; exit 1"
+        emu("exec", "web", "--", "sh", "-c", running)
+        os.write(master, b"\x03")
+        read_until(master, rb"guest# ")
+        os.write(master, b"echo typed-$((6*9))\n")
+        read_until(master, rb"typed-54")
+        os.write(master, b"\x1d")
+        assert process.wait(60) == 0
+        assert termios.tcgetattr(master) == before
+    with terminal(emu.command("top", "--interval", "0.1"), emu.environment) as (master, process):
+        for _ in range(3):
+            read_until(master, rb"card\.a")
+        os.write(master, b"\x03")
+        assert process.wait(60) == 0
+
+
+@contextlib.contextmanager
+def terminal(command: list[str], environment: dict[str, str]) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A program that is the foreground of a terminal of its own; the terminal's other end."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+
+    def own_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+    try:
+        process = subprocess.Popen(
+            command, env=environment, stdin=slave, stdout=slave, stderr=slave, preexec_fn=own_terminal
+        )
+        os.set_blocking(master, True)
+        with process:
+            try:
+                yield master, process
+            finally:
+                process.kill()
+    finally:
+        os.close(slave)
+        os.close(master)
+
+
+def read_until(fd: int, pattern: bytes) -> None:
+    shown = b""
+    while not re.search(pattern, shown, re.DOTALL):
+        assert select.select([fd], [], [], 60)[0], shown
+        shown += os.read(fd, 65536)
+
+
 @pytest.mark.slow
 def test_a_guest_that_reboots_is_found_again(emu: Emu, lab: Any) -> None:
     with emu.popen("exec", "-n", "web", "--", "sleep", "1000") as running:
@@ -240,6 +303,19 @@ def test_an_interrupted_up_leaves_nothing(emu: Emu) -> None:
         starting.send_signal(signal.SIGINT)
         starting.communicate(timeout=60)
         assert starting.returncode == 130
+    assert set(emu.labs.iterdir()) == before
+
+
+def test_an_up_that_is_ended_by_a_script_leaves_nothing(emu: Emu) -> None:
+    """SIGTERM, as of timeout(1)."""
+    before = set(emu.labs.iterdir())
+    with emu.popen("up", str(emu.base / "up.toml"), "--name", "no", "--accel", emu.accel, "--json") as starting:
+        assert starting.stderr is not None
+        while b"Starting 1 VM" not in (line := starting.stderr.readline()):
+            assert line
+        starting.terminate()
+        out, _ = starting.communicate(timeout=60)
+    assert (starting.returncode, json.loads(out)["error"]["exit_code"]) == (143, 143)
     assert set(emu.labs.iterdir()) == before
 
 
