@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from emu.paths import cache_dir
 
 pytest_plugins = ["pytester"]
 
@@ -58,6 +62,61 @@ def test_fixtures_and_what_a_failure_leaves(project: pytest.Pytester, workers: l
     }
     assert properties["test_fails"] == [("dpu_emu_folder", str(folder))]
     assert properties["test_passes"] == []
+
+
+LOOPED = """
+import pytest
+
+@pytest.fixture
+def lab_scenario():
+    disk = "[dpu.card.nvme.disk]\\nnamespaces = [{ size = '16M' }]\\n"
+    return "[vm.small]\\nmemory = '256M'\\nnvme = ['card.disk']\\n" + disk
+
+async def test_reads(vm):
+    disk = f"if=/dev/{vm.device('card.disk').namespaces[0]}"
+    result = await vm.exec(["dd", disk, "of=/dev/null", "bs=4k", "count=64", "iflag=direct"], timeout_s=60)
+    assert result.code == 0
+
+async def test_writes(vm):
+    disk = f"/dev/{vm.device('card.disk').namespaces[0]}"
+    result = await vm.exec(["sh", "-c", f"echo kept | dd of={disk} conv=fsync && head -c 4 {disk}"], timeout_s=60)
+    assert result.stdout == b"kept"
+
+async def test_resets(vm):
+    disk = vm.device("card.disk")
+    result = await vm.exec(["nvme", "reset", f"/dev/{disk.controller}"], timeout_s=60)
+    assert result.code == 0
+"""
+
+
+@pytest.mark.vm
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_again_and_again_under_load(
+    pytester: pytest.Pytester, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DPU_EMU_LOOPS (default 10) runs of a project with three VMs at once: none fails, and nothing is left."""
+    pytester.makepyfile(test_it=LOOPED)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(socket_dir))
+    files = cache_dir() / "files"
+    for number in range(int(os.environ.get("DPU_EMU_LOOPS", "10"))):
+        result = pytester.runpytest_subprocess("--dpu-emu-accel=tcg", "-p", "no:cacheprovider", "-n", "4")
+        result.assert_outcomes(passed=3)
+        assert [path for path in socket_dir.rglob("*") if not path.is_dir()] == [], f"left in loop {number}"
+        assert list(socket_dir.glob("*/labs/*")) == [], f"left in loop {number}"
+        assert processes_naming(str(socket_dir)) == [], f"left in loop {number}"
+    assert [path for name in ("reads", "writes", "resets") for path in files.glob(f"test_{name}*")] == []
+
+
+def processes_naming(text: str) -> list[str]:
+    """Command lines of processes, but our own, that have ``text`` in them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if text in line and path.parent.name != str(os.getpid()):
+                found.append(line)
+    return found
 
 
 @pytest.mark.vm
