@@ -8,7 +8,8 @@ No I/O, no clock. What is known of a packet decides what becomes of it:
     sent earlier on the same EV than
     one acknowledged, and a newer
     SACK shows it missing            lost: sent again at once; that EV is suspected (a path keeps its order)
-    nothing heard for the timeout    lost; that EV is suspected; counts on the retry budget
+    nothing heard for the timeout    lost; that EV is suspected, unless nothing at all was heard of the peer since the
+                                     packet was sent (then it may be the peer); counts on the retry budget
     other NACKs                      waits for its timeout, which then suspects nothing; counts on the budget
     NACK UNEXP_EVENT, budget spent   the queue pair is in error, every request completes with it
 
@@ -137,6 +138,7 @@ class _Sent:
     waiting: bool = False
     blameless: bool = False
     stamp: int = 0
+    sent_ns: int = 0
 
 
 class Requestor:
@@ -170,6 +172,7 @@ class Requestor:
         self._newest_rcvd: int | None = None
         self._acked_order: dict[int, int] = {}  # by EV: the latest transmission known to have arrived
         self._news_ns = 0
+        self._heard_ns = -1
         self._asked_ns: int | None = None
         self._asking: int | None = None  # a packet in flight that asked for a SACK because the window was full
         self._probes: dict[int, int] = {}  # probe id -> EV, of probes of suspected EVs
@@ -303,6 +306,7 @@ class Requestor:
             ask, self._asking = True, number  # once per window: a full window is nothing special
         bth = sent.message.bth._replace(psn=self._psn(number), rtx=int(sent.again), a=int(ask))
         meth, _, *rest = sent.message.headers
+        sent.sent_ns = now_ns
         sent.stamp = now_ns // TIMESTAMP_NS & 0xFFFF
         return Datagram(
             self.identity.peer, sent.ev, Message(bth, (meth, Tseth(sent.stamp), *rest), sent.message.payload)
@@ -355,7 +359,7 @@ class Requestor:
                 self.fail(Status.RETRY_EXCEEDED)
                 return
             self.counters["timeouts"] += 1
-            if not sent.blameless:
+            if not sent.blameless and self._heard_ns > sent.sent_ns:
                 self.paths.suspect(sent.ev, now_ns)
             self.window.on_loss(now_ns, sent.size_bytes, self.inflight_bytes)
             self._lose(timer[2], sent)
@@ -397,7 +401,8 @@ class Requestor:
         if cumulative > self._next:
             self.counters["bad sack"] += 1
             return
-        self._news_ns, self._asked_ns = now_ns, None
+        self._news_ns = self._heard_ns = now_ns
+        self._asked_ns = None
         before = self.inflight_bytes
         self._acknowledge_below(cumulative)
         base = cumulative - 1 + seth.sack_offset
@@ -421,7 +426,8 @@ class Requestor:
         if cumulative > self._next or aeth.syndrome >> 5:
             self.counters["bad acknowledge"] += 1
             return
-        self._news_ns, self._asked_ns = now_ns, None
+        self._news_ns = self._heard_ns = now_ns
+        self._asked_ns = None
         before = self.inflight_bytes
         self._acknowledge_below(cumulative)
         self.window.on_ack(now_ns, before - self.inflight_bytes, None, False, self.inflight_bytes)
@@ -473,6 +479,7 @@ class Requestor:
 
     def on_nack(self, now_ns: int, neth: Neth) -> None:
         """A NACK of one packet."""
+        self._heard_ns = now_ns
         number = self._number(neth.nack_psn)
         sent = self._outstanding.get(number)
         self.counters["nacks"] += 1
