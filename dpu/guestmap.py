@@ -4,9 +4,10 @@ Use: ``gm.map(iova, size, flags, offset, fd)``; ``gm.read`` / ``gm.write`` for c
 ``gm.table()`` for the compiled stage. Each file is mapped once, whole, between two guard pages; QEMU sends a new
 descriptor of the same memfd for every region of it, and firmware unmaps and maps all RAM while queues are live.
 
-A file that its owner could shrink under us would end the worker by SIGBUS, so only memfds sealed against shrinking
-are taken (DESIGN rule 6). A region without a descriptor (ROM, another device's BAR) is remembered but not reachable:
-a command that points there fails with Data Transfer Error.
+A file that its owner could shrink under us raises SIGBUS where we touch it. Memfds sealed against shrinking cannot do
+that; others are taken only with ``allow_unsealed`` (SPDK's initiator has its memory in hugetlbfs files), and
+dpu.sigbus sees to it that their owner alone is hurt (``lost``). A region without a descriptor (ROM, another device's
+BAR) is remembered but not reachable: a command that points there fails with Data Transfer Error.
 
 Limits: REGIONS_MAX regions. Errors: VfioUserError (EINVAL, EEXIST, ENOENT, ENOSPC), DmaFault.
 Source: vfio-user specification, VFIO_USER_DMA_MAP; memfd_create(2), fcntl(2) F_GET_SEALS.
@@ -20,12 +21,15 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from dpu import sigbus
 from dpu.errors import DmaFault, VfioUserError
 from dpu.layout import DMA_READ, DMA_WRITE, PAGE, REGION
 
@@ -43,23 +47,45 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
-    """A whole file in memory with a guard page on either side. ``host`` is the address of its first byte."""
+    """A whole file in memory with a guard page on either side. ``host`` is the address of its first byte.
 
-    def __init__(self, fd: int, size: int, *, writable: bool = True) -> None:
-        rounded = -(-size // PAGE) * PAGE
-        self._span = rounded + 2 * PAGE
+    ``page``: size of the pages it is made of (those of hugetlbfs are large). ``on_lost``: for a file that may be
+    taken away from under us, see dpu.sigbus.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        size: int,
+        *,
+        writable: bool = True,
+        page: int = PAGE,
+        on_lost: Callable[[], None] | None = None,
+    ) -> None:
+        rounded = -(-size // page) * page
+        self._span = rounded + 3 * page
         base = _mmap(None, self._span, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
         self._base = base
-        self.host = base + PAGE
+        self.host = (base // page + 2) * page
+        self._area = sigbus.Area(self.host, rounded, on_lost) if on_lost is not None else None
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             _mmap(self.host, rounded, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
         except OSError:
-            self.close()
+            _LIBC.munmap(base, self._span)
             raise
+        if self._area is not None:
+            sigbus.guard(self._area)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the file was taken away, and there are zeroes instead."""
+        return self._area is not None and self._area.lost
 
     def close(self) -> None:
         """Unmap; the caller has seen to it that nobody looks there any more."""
+        if self._area is not None:
+            sigbus.release(self._area)
         _LIBC.munmap(self._base, self._span)
 
 
@@ -86,11 +112,22 @@ class Region:
 
 
 class GuestMap:
-    """The DMA map of one client."""
+    """The DMA map of one client.
 
-    def __init__(self) -> None:
+    ``allow_unsealed``: take files that their owner may shrink. ``on_lost``: called when that has happened, from any
+    thread and at any instruction that touches guest memory.
+    """
+
+    def __init__(self, on_lost: Callable[[], None] = lambda: None, *, allow_unsealed: bool = False) -> None:
         self.regions: list[Region] = []  # sorted by iova
+        self.allow_unsealed = allow_unsealed
+        self._on_lost = on_lost
         self._files: dict[FileKey, Mapping] = {}
+
+    @property
+    def lost(self) -> bool:
+        """Whether memory that a region has is no longer the client's."""
+        return any(mapping.lost for mapping in self._files.values())
 
     # ------------------------------------------------------------------------------------------------ changes
 
@@ -119,14 +156,18 @@ class GuestMap:
             seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError:
             seals = 0
-        if not seals & fcntl.F_SEAL_SHRINK:
-            log.error("guest RAM is not sealed against shrinking: use QEMU's memory-backend-memfd, which seals it")
+        if not seals & fcntl.F_SEAL_SHRINK and not (self.allow_unsealed and stat.S_ISREG(status.st_mode)):
+            log.error(
+                "guest RAM is not sealed against shrinking: use QEMU's memory-backend-memfd, which seals it, or, for "
+                "SPDK's initiator, the listener's option allow_unsealed_memory"
+            )
             raise VfioUserError(errno.EINVAL, "guest RAM is not sealed against shrinking")
         if offset + size > status.st_size:
             raise VfioUserError(errno.EINVAL, f"region ends at {offset + size:#x} of a file of {status.st_size:#x}")
         key = (status.st_dev, status.st_ino, status.st_size, bool(rights & DMA_WRITE))
         if key not in self._files:
-            self._files[key] = Mapping(fd, status.st_size, writable=key[3])
+            page = max(PAGE, status.st_blksize)
+            self._files[key] = Mapping(fd, status.st_size, writable=key[3], page=page, on_lost=self._on_lost)
         return self._files[key].host + offset, key
 
     def unmap(self, iova: int, size: int) -> None:

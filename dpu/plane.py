@@ -38,6 +38,7 @@ from dpu.nvme.wire import BROADCAST_NSID
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.001
+_EVENT = (1).to_bytes(8, "little")
 _LIVE = layout.offset_of(layout.CONTROLLER, "live")
 _LIVE_COUNT = layout.offset_of(layout.CONTROLLER, "live_count")
 _HOLD = layout.offset_of(layout.CONTROLLER, "hold")
@@ -63,7 +64,7 @@ class Plane:
         self.poller = poller
         self.index = poller.free_index()
         assert self.index >= 0, "more controllers than records"
-        self.memory = GuestMap()
+        self.memory = GuestMap(poller.call_control)
         self.pending: list[tuple[int, Completion]] = []  # of parked commands, to be saved and then posted
         self.with_control = 0  # I/O commands that a thread of control is doing
         self.generation = 0  # grows with every close_all: answers to commands of before are dropped
@@ -82,6 +83,9 @@ class Plane:
         self.doorbells = np.frombuffer(self._bar, np.uint32)
         self.namespaces: Any = np.zeros(layout.NAMESPACES, layout.NAMESPACE).view(np.recarray)
         self.locals: Any = np.zeros(layout.QUEUES, layout.QUEUE_LOCAL).view(np.recarray)
+        self.maskable = False  # INTMS masks vectors
+        self._connected = [-1] * layout.VECTORS
+        self._masked: set[int] = set()
         self._vectors = np.full(layout.VECTORS, -1, np.int64)
         self._segments = np.zeros(layout.SLOTS * layout.SEGMENTS, layout.SEGMENT)
         self._free = np.arange(layout.SLOTS, dtype=np.int64)
@@ -192,7 +196,12 @@ class Plane:
     def set_vectors(self, start: int, fds: list[int]) -> None:
         """eventfds of the vectors from ``start``; -1 for none. They stay the caller's."""
         for i, fd in enumerate(fds):
-            self._vectors[start + i] = fd
+            self._connected[start + i] = fd
+        self._publish_vectors()
+
+    def _publish_vectors(self) -> None:
+        for vector, fd in enumerate(self._connected):
+            self._vectors[vector] = -1 if vector in self._masked else fd
 
     def live(self, vector: int) -> bool:
         """Whether completions are signalled by this vector."""
@@ -308,7 +317,24 @@ class Plane:
         self.poller.wake()
 
     def set_mask(self, intms: int) -> None:
-        """INTMS is for pin and MSI interrupts; with MSI-X the host does not use it (Base 3.1.3.3)."""
+        """INTMS is for pin and MSI interrupts; with MSI-X the host does not use it (Base 3.1.3.3).
+
+        What came while a vector was masked is told when it no longer is.
+        """
+        if not self.maskable:
+            return
+        before, self._masked = self._masked, {vector for vector in range(32) if intms >> vector & 1}
+        self._publish_vectors()
+        for vector in before - self._masked:
+            if self.live(vector):
+                self.signal(vector)
+
+    def signal(self, vector: int) -> None:
+        """Fire a vector, if it is connected and not masked."""
+        fd = int(self._vectors[vector])
+        if fd >= 0:
+            with contextlib.suppress(BlockingIOError):  # it holds more events than can be counted: it is signalled
+                os.write(fd, _EVENT)
 
     def set_write_through(self, on: bool) -> None:
         """As DataPlane's; writes that were fetched before are not waited for."""

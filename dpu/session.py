@@ -12,7 +12,6 @@ Use: ``Client(worker, number, listener, socket_fd, subsystem)``; ``adopt`` for o
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import logging
@@ -53,11 +52,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BAR0, CONFIG_REGION, REGIONS = 0, 7, 9
-IRQ_MSIX, IRQ_ERR, IRQ_REQ, IRQS = 2, 3, 4, 5
+IRQ_MSI, IRQ_MSIX, IRQ_ERR, IRQ_REQ, IRQS = 1, 2, 3, 4, 5
 BAD_DOORBELLS_LOGGED = 10  # per client: a guest must not fill the host's disk
 _RW = RegionFlag.READ | RegionFlag.WRITE
-
-_EVENT = (1).to_bytes(8, "little")
 
 
 def _check_eventfd(fd: int) -> None:
@@ -65,11 +62,6 @@ def _check_eventfd(fd: int) -> None:
     if os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]":
         raise VfioUserError(errno.EINVAL, "an interrupt's descriptor is not an eventfd")
     os.set_blocking(fd, False)
-
-
-def _signal(fd: int) -> None:
-    with contextlib.suppress(BlockingIOError):  # it holds more events than can be counted: it is signalled
-        os.write(fd, _EVENT)
 
 
 class Client:
@@ -87,6 +79,7 @@ class Client:
         self._seq = 0
         self._bad_doorbells = 0
         self._changed = False
+        self._dropped = False
         self._messages: asyncio.Queue[Packet] = asyncio.Queue()
         self._admin: asyncio.Queue[int] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -104,12 +97,18 @@ class Client:
             worker.memory_of,
             self.subsystem.max_namespaces,
         )
-        self.pci = PciConfig(layout.VECTORS)
-        self.controller = Controller(self.subsystem, cntlid, self.plane.memory, self.plane, RealClock())
+        listener = self.subsystem.listeners[self.listener]
+        self.plane.memory.allow_unsealed = listener.allow_unsealed_memory
+        self.plane.maskable = listener.disable_msix
+        self.irq, vectors = (IRQ_MSI, 1) if listener.disable_msix else (IRQ_MSIX, layout.VECTORS)
+        self.pci = PciConfig(vectors, msix=not listener.disable_msix)
+        self.controller = Controller(
+            self.subsystem, cntlid, self.plane.memory, self.plane, RealClock(), vectors=vectors
+        )
         self.session = Session(self)
         self.regions = self._regions(mapped=False)
         eventfd = IrqFlag.EVENTFD
-        counts = {IRQ_MSIX: layout.VECTORS, IRQ_ERR: 1, IRQ_REQ: 1}
+        counts = {self.irq: vectors, IRQ_ERR: 1, IRQ_REQ: 1}
         self.irqs: Sequence[IrqInfo] = [
             IrqInfo(i, counts.get(i, 0), eventfd if i in counts else 0) for i in range(IRQS)
         ]
@@ -123,10 +122,11 @@ class Client:
             bar0 = RegionInfo(BAR0, BAR0_BYTES, _RW | RegionFlag.MMAP, (doorbells,), self._fds[1])
         rows = {
             BAR0: bar0,
-            MSIX_TABLE_BAR: RegionInfo(MSIX_TABLE_BAR, MSIX_TABLE_BYTES, _RW),
-            MSIX_PBA_BAR: RegionInfo(MSIX_PBA_BAR, MSIX_PBA_BYTES, _RW),
             CONFIG_REGION: RegionInfo(CONFIG_REGION, CONFIG_BYTES, _RW),
         }
+        if self.irq == IRQ_MSIX:
+            rows[MSIX_TABLE_BAR] = RegionInfo(MSIX_TABLE_BAR, MSIX_TABLE_BYTES, _RW)
+            rows[MSIX_PBA_BAR] = RegionInfo(MSIX_PBA_BAR, MSIX_PBA_BYTES, _RW)
         return [rows.get(i) or RegionInfo(i) for i in range(REGIONS)]
 
     def restore(self, version: bytes) -> None:
@@ -149,9 +149,9 @@ class Client:
         """Serve. ``taking``: the keeper has the next message, so the socket is not looked at before it came."""
         self.plane.attend(layout.ATTENTION_TAKEN if taking else layout.ATTENTION_NONE)
         self.plane.begin()
-        for (index, vector), fd in self.vectors.items():
-            if index == IRQ_MSIX and self.plane.live(vector):  # the last worker may have died just before it did
-                _signal(fd)
+        for index, vector in self.vectors:
+            if index == self.irq and self.plane.live(vector):  # the last worker may have died just before it did
+                self.plane.signal(vector)
         self._tasks = [
             asyncio.create_task(self._guard(self._serve_messages())),
             asyncio.create_task(self._guard(self._serve_admin())),
@@ -297,14 +297,14 @@ class Client:
         for (_, vector), fd in changed.items():
             if fd >= 0:
                 self.vectors[index, vector] = fd
-            if index == IRQ_MSIX:
+            if index == self.irq:
                 self.plane.set_vectors(vector, [fd])
         # It may be about to write to one of them; and a completion that came while its vector was not connected
         # (QEMU disconnects all of them to add one) is told now.
         await self.plane.poller.grace()
         for (_, vector), fd in changed.items():
-            if index == IRQ_MSIX and fd >= 0 and self.plane.live(vector):
-                _signal(fd)
+            if index == self.irq and fd >= 0 and self.plane.live(vector):
+                self.plane.signal(vector)
         for fd in old:
             os.close(fd)
 
@@ -312,7 +312,7 @@ class Client:
         """A vector that was connected before this worker; takes ``fd``."""
         os.set_blocking(fd, False)
         self.vectors[index, vector] = fd
-        if index == IRQ_MSIX:
+        if index == self.irq:
             self.plane.set_vectors(vector, [fd])
 
     async def reset(self, replayed: bool) -> None:
@@ -329,11 +329,19 @@ class Client:
         if record.attention == layout.ATTENTION_WANTED:
             self.plane.attend(layout.ATTENTION_TAKEN)
             self.worker.channel.send("take", client=self.number)
+        if self.plane.memory.lost and not self._dropped:
+            self._drop("its memory was taken away: the file behind it was truncated, or has no room")
         bad = int(record.bad_doorbell)
         if bad:
             record.bad_doorbell = 0
             self._bad_doorbell(bad >> 32, bad & 0xFFFFFFFF)
             self.commit()
+
+    def _drop(self, reason: str) -> None:
+        """End the connection; "gone" follows."""
+        self._dropped = True
+        log.error("client %d is dropped: %s", self.number, reason)
+        self.worker.channel.send("drop", client=self.number, reason=reason)
 
     def missed(self, slot: int) -> None:
         """A command that the poller handed over."""

@@ -199,11 +199,22 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Listener:
-    """``traddr``: a directory; clients connect to the socket ``cntrl`` in it."""
+    """``traddr``: a directory; clients connect to the socket ``cntrl`` in it.
+
+    ``allow_unsealed_memory``: take guest memory in files that the client may shrink. ``disable_msix``: controllers
+    have one MSI vector, and QEMU can unplug them. SPDK has neither.
+    """
 
     nqn: str
     traddr: str
     trsvcid: str
+    allow_unsealed_memory: bool = False
+    disable_msix: bool = False
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """What was chosen beside the address, by the names of nvmf_subsystem_add_listener."""
+        return {name: getattr(self, name) for name in ("allow_unsealed_memory", "disable_msix")}
 
     @property
     def key(self) -> str:
@@ -280,7 +291,8 @@ class Subsystem:
             "allow_any_host": self.allow_any_host,
             "namespaces": [namespace.to_config() for namespace in self.by_nsid.values()],
             "listeners": [
-                {"traddr": listener.traddr, "trsvcid": listener.trsvcid} for listener in self.listeners.values()
+                {"traddr": listener.traddr, "trsvcid": listener.trsvcid, **listener.options}
+                for listener in self.listeners.values()
             ],
         }
 
@@ -354,7 +366,7 @@ class Target:
             self.host.unstash(key)
 
     def _subsystem_from_config(self, row: dict[str, Any]) -> Subsystem:
-        listeners = [Listener(row["nqn"], item["traddr"], item["trsvcid"]) for item in row["listeners"]]
+        listeners = [Listener(row["nqn"], **item) for item in row["listeners"]]
         return Subsystem(
             nqn=row["nqn"],
             serial=row["serial_number"],
@@ -787,12 +799,15 @@ class Target:
 
     # -- listeners
 
-    async def add_listener(self, *, nqn: str, trtype: str, traddr: str, trsvcid: str = "") -> bool:
+    async def add_listener(
+        self, *, nqn: str, trtype: str, traddr: str, trsvcid: str = "", options: Mapping[str, bool] | None = None
+    ) -> bool:
+        """``options``: those of ``Listener``."""
         async with self._lock:
             subsystem = self._subsystem(nqn)
             if trtype.upper() != TRANSPORT or self.transport is None:
                 raise invalid(f"no transport {trtype!r}: nvmf_create_transport VFIOUSER comes first")
-            listener = Listener(nqn, traddr, trsvcid)
+            listener = Listener(nqn, traddr, trsvcid, **(options or {}))
             real = os.path.realpath(traddr)
             taken = [other for one in self.subsystems.values() for other in one.listeners.values()]
             if any(os.path.realpath(other.traddr) == real for other in taken):

@@ -39,9 +39,9 @@ def daemon(socket_dir: Path, front_end: FrontEnd) -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="module")
-def target(daemon: Daemon) -> Target:
+def target(daemon: Daemon, front_end: FrontEnd) -> Target:
     """The standard subsystem: memory 512 B, memory 4 KiB, null and file namespaces."""
-    return daemon.standard_target()
+    return daemon.standard_target(listener=front_end.listener)
 
 
 @pytest.fixture

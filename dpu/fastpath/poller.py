@@ -142,6 +142,11 @@ class Poller:
         """End its sleep."""
         os.write(self.wake_fd, _EVENT)
 
+    def call_control(self) -> None:
+        """Have control look at its clients; from any thread, even in a signal handler."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.control_fd, _EVENT)
+
     async def grace(self) -> None:
         """Return when every pass that was under way has ended."""
         if not self.running:

@@ -187,8 +187,8 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
     async def add_namespace(nqn: str, namespace: dict[str, Any]) -> int:
         return await target.add_namespace(nqn=nqn, **namespace)
 
-    async def add_listener(nqn: str, listen_address: dict[str, str]) -> bool:
-        return await target.add_listener(nqn=nqn, **listen_address)
+    async def add_listener(nqn: str, listen_address: dict[str, str], **options: bool) -> bool:
+        return await target.add_listener(nqn=nqn, **listen_address, options=options)
 
     async def get_listeners(nqn: str) -> list[dict[str, Any]]:
         return target.get_listeners(nqn)
@@ -416,6 +416,8 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
                 _neutral("ana_state", "optimized"),
                 _neutral("numa_id", -1),
                 Param("sock_impl", string, ignored=True),
+                Param("allow_unsealed_memory", boolean, default=False),
+                Param("disable_msix", boolean, default=False),
             ),
             INVALID_PARAMS,
         ),

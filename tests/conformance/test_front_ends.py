@@ -64,7 +64,10 @@ def test_kills_between_commands(connect: Connect, daemon: Daemon) -> None:
     ],
 )
 def test_kill_points(front_end: FrontEnd, point: str) -> None:
-    with running(point) as (_, target, death), connected(target, **front_end.connect) as nvme:
+    with (
+        running(point, listener=front_end.listener) as (_, target, death),
+        connected(target, **front_end.connect) as nvme,
+    ):
         nvme.enable()
         load = Load(nvme, nvme.create_queue_pair(1, 64), NS_512, depth=32)
         load.run(20_000 if point.count(":150") else 50, until=death)

@@ -14,7 +14,7 @@ import select
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,11 @@ class Death:
 
 @contextlib.contextmanager
 def running(
-    point: str = "", *, generations: int = 1, args: Sequence[str] = ()
+    point: str = "",
+    *,
+    generations: int = 1,
+    args: Sequence[str] = (),
+    listener: Mapping[str, bool] | None = None,
 ) -> Iterator[tuple[Daemon, Target, Death]]:
     """A daemon whose first workers die at `point`, the standard target, and the death of the first worker."""
     directory = Path(tempfile.mkdtemp(prefix="dpu-k-"))
@@ -57,7 +61,7 @@ def running(
         with Daemon(directory, env=env, args=["--crash-limit", "0", *args]) as daemon:
             death = Death(daemon.worker_pid())
             try:
-                yield daemon, daemon.standard_target(), death
+                yield daemon, daemon.standard_target(listener=listener), death
             except BaseException as error:
                 error.add_note(repr(daemon))
                 raise

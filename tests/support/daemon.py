@@ -212,8 +212,10 @@ class Daemon:
         return pid
 
     # --- targets
-    def add_subsystem(self, nqn: str, bdevs: Sequence[str], *, serial: str = "") -> Target:
-        """A subsystem with one listener; bdevs become namespaces 1.."""
+    def add_subsystem(
+        self, nqn: str, bdevs: Sequence[str], *, serial: str = "", listener: Mapping[str, bool] | None = None
+    ) -> Target:
+        """A subsystem with one listener and its options; bdevs become namespaces 1.."""
         self._targets += 1
         directory = self.directory / f"c{self._targets}"
         directory.mkdir()
@@ -230,7 +232,7 @@ class Daemon:
             added = self.rpc("nvmf_subsystem_add_ns", {"nqn": nqn, "namespace": {"bdev_name": bdev, "nsid": nsid}})
             assert added == nsid
         address = {"trtype": "VFIOUSER", "traddr": str(directory), "trsvcid": "0"}
-        self.rpc("nvmf_subsystem_add_listener", {"nqn": nqn, "listen_address": address})
+        self.rpc("nvmf_subsystem_add_listener", {"nqn": nqn, "listen_address": address, **(listener or {})})
         return Target(nqn, str(directory / "cntrl"))
 
     def add_memory(self, name: str, size: int = STANDARD_BYTES, block_size: int = 512) -> str:
@@ -240,7 +242,9 @@ class Daemon:
     def create_transport(self) -> None:
         self.rpc("nvmf_create_transport", {"trtype": "VFIOUSER"})
 
-    def standard_target(self, nqn: str = "nqn.2026-01.io.test:standard") -> Target:
+    def standard_target(
+        self, nqn: str = "nqn.2026-01.io.test:standard", *, listener: Mapping[str, bool] | None = None
+    ) -> Target:
         """Namespaces: memory 512 B, memory 4096 B, null 512 B, file 512 B."""
         self.create_transport()
         self.add_memory("mem512")
@@ -250,7 +254,7 @@ class Daemon:
         with path.open("wb") as file:
             file.truncate(STANDARD_BYTES)
         self.rpc("bdev_aio_create", {"name": "file", "filename": str(path), "block_size": 512, "fallocate": True})
-        return self.add_subsystem(nqn, ["mem512", "mem4k", "null", "file"])
+        return self.add_subsystem(nqn, ["mem512", "mem4k", "null", "file"], listener=listener)
 
 
 def standby_ready(keeper: int, serving: int) -> bool:

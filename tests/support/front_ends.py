@@ -20,16 +20,19 @@ import pytest
 
 @dataclass(frozen=True)
 class FrontEnd:
-    """`connect`: how the driver connects (arguments of `Nvme`); `shadow`: shadow doorbells are offered."""
+    """`connect`: how the driver connects (arguments of `Nvme`); `listener`: options of the listener it comes by;
+    `shadow`: shadow doorbells are offered."""
 
     name: str
     connect: Mapping[str, Any] = field(default_factory=dict)
+    listener: Mapping[str, bool] = field(default_factory=dict)
     shadow: bool = True
 
 
 TRAPPED = FrontEnd("trapped")
 MAPPED = FrontEnd("mapped", {"capabilities": {}}, shadow=False)
-ALL = (TRAPPED, MAPPED)
+MSI = FrontEnd("msi", listener={"disable_msix": True})
+ALL = (TRAPPED, MAPPED, MSI)
 
 
 def rows(*default: FrontEnd) -> list[Any]:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.vfio_user_client import BAR0, CONFIG_REGION, MSIX_INDEX, VfioUserClient
+from tests.support.vfio_user_client import BAR0, CONFIG_REGION, MSI_INDEX, MSIX_INDEX, VfioUserClient
 
 PAGE = 4096
 DEADLINE_S = 60.0
@@ -291,7 +291,7 @@ class SubmissionQueue:
 class Nvme:
     """One controller: connection, registers, admin queue, I/O queues.
 
-    `register_bytes` is 4 (QEMU splits 64-bit registers) or 8; `vectors`: how many MSI-X vectors are armed.
+    `register_bytes` is 4 (QEMU splits 64-bit registers) or 8; `vectors`: how many (MSI-X, else MSI) are armed.
     `capabilities`: None for QEMU's VERSION message, {} for the bare one of SPDK's initiator. A doorbell page that the
     server lets us map is mapped and used.
     """
@@ -316,10 +316,13 @@ class Nvme:
         for window in ram.windows:
             self.client.dma_map(window[0], window[2], ram.fd, offset=window[1])
         available = self.client.irq_info(MSIX_INDEX)[1]
+        self.irq_index = MSIX_INDEX if available else MSI_INDEX
+        if not available:
+            available = self.client.irq_info(MSI_INDEX)[1]
         self.eventfds = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(min(vectors, available))]
         self.interrupts = [0] * len(self.eventfds)
         if self.eventfds:
-            self.client.set_irqs(MSIX_INDEX, 0, self.eventfds)
+            self.client.set_irqs(self.irq_index, 0, self.eventfds)
         self._enable_bus_master()
         self.sqs: dict[int, SubmissionQueue] = {}
         self.cqs: dict[int, CompletionQueue] = {}
@@ -346,6 +349,9 @@ class Nvme:
             control = struct.unpack("<H", self.client.region_read(CONFIG_REGION, position + 2, 2))[0]
             control = (control | 0x8000) & ~0x4000
             self.client.region_write(CONFIG_REGION, position + 2, struct.pack("<H", control))
+        position = self.find_capability(0x05)
+        if position and self.eventfds:
+            self.client.region_write(CONFIG_REGION, position + 2, struct.pack("<H", 1))  # MSI Enable, one vector
 
     def find_capability(self, wanted: int) -> int:
         """Offset of a PCI capability, 0 if absent."""
@@ -412,7 +418,7 @@ class Nvme:
         self.wait_csts(CSTS_RDY, 0)
         self.drop_queues()
         if self.eventfds:
-            self.client.set_irqs(MSIX_INDEX, 0, self.eventfds)
+            self.client.set_irqs(self.irq_index, 0, self.eventfds)
         self._enable_bus_master()
 
     def drop_queues(self) -> None:

@@ -35,7 +35,7 @@ REGION_INFO_BODY = struct.Struct("<IIIIQQ")  # argsz, flags, index, cap_offset, 
 FOUR_WORDS = struct.Struct("<IIII")  # device info, irq info
 SET_IRQS_BODY = struct.Struct("<IIIII")  # argsz, flags, index, start, count
 
-BAR0, CONFIG_REGION, MSIX_INDEX = 0, 7, 2
+BAR0, CONFIG_REGION, MSI_INDEX, MSIX_INDEX = 0, 7, 1, 2
 IRQ_DATA_NONE, IRQ_DATA_EVENTFD, IRQ_ACTION_TRIGGER = 0x1, 0x4, 0x20
 DEADLINE_S = 60.0  # generous: the machine may be loaded; nothing waits this long when all is well
 

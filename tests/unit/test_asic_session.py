@@ -18,6 +18,7 @@ from dpu.fastpath.uring import NoRing
 from dpu.nvme import io
 from dpu.nvme.interfaces import Completion
 from dpu.session import IRQ_MSIX, Client
+from dpu.target import Listener
 from tests.support import nvme_driver as nv
 from tests.support.nvme_host import Subsystem
 from tests.unit.asic_lab import PRODUCT, GuestCq, GuestSq, Kept, store_doorbell
@@ -29,6 +30,7 @@ class Board(Subsystem):
     """A subsystem without namespaces of its own."""
 
     by_nsid: dict[int, Any] = {}
+    listeners: dict[str, Listener] = {"listener": Listener("nqn", "/nowhere", "0")}
 
 
 class Worker:
