@@ -6,8 +6,9 @@ descriptor of the same memfd for every region of it, and firmware unmaps and map
 
 A file that its owner could shrink under us raises SIGBUS where we touch it. Memfds sealed against shrinking cannot do
 that; others are taken only with ``allow_unsealed`` (SPDK's initiator has its memory in hugetlbfs files), and
-dpu.sigbus sees to it that their owner alone is hurt (``lost``). A region without a descriptor (ROM, another device's
-BAR) is remembered but not reachable: a command that points there fails with Data Transfer Error.
+dpu.sigbus sees to it that their owner alone is hurt (``lost``). A region without a descriptor is not
+reachable for the compiled stage: a command that points there (ROM, another device's BAR) fails with Data Transfer
+Error, unless all of a client's RAM is like that (dpu.dma).
 
 Limits: REGIONS_MAX regions. Errors: VfioUserError (EINVAL, EEXIST, ENOENT, ENOSPC), DmaFault.
 Source: vfio-user specification, VFIO_USER_DMA_MAP; memfd_create(2), fcntl(2) F_GET_SEALS.
@@ -216,6 +217,10 @@ class GuestMap:
         """Copy guest memory; it may span regions that follow each other."""
         return b"".join(ctypes.string_at(host, size) for host, size in self._pieces(iova, length, DMA_READ))
 
+    def gather(self, pieces: list[tuple[int, int]]) -> bytes:
+        """Copy several parts of guest memory: (iova, bytes) each."""
+        return b"".join(self.read(iova, length) for iova, length in pieces)
+
     def write(self, iova: int, data: bytes) -> None:
         """Copy to guest memory; nothing is written unless all of it is mapped."""
         at = 0
@@ -224,12 +229,23 @@ class GuestMap:
             at += size
 
     def _pieces(self, iova: int, length: int, rights: int) -> list[tuple[int, int]]:
+        pieces = self.places(iova, length, rights)
+        if not all(host for host, _, _ in pieces):
+            raise DmaFault(iova, length)
+        return [(host, size) for host, _, size in pieces]
+
+    def places(self, iova: int, length: int, rights: int) -> list[tuple[int, int, int]]:
+        """(host address, iova, bytes) of the parts of a range, by region; the address is 0 where it is not shared.
+
+        DmaFault when it is not all mapped with these rights.
+        """
         pieces = []
         while length > 0:
             at = bisect_right(self.regions, iova, key=lambda region: region.iova) - 1
-            if at < 0 or iova >= self.regions[at].iova + self.regions[at].size:
+            region = self.regions[at] if at >= 0 else None
+            if region is None or iova >= region.iova + region.size or region.rights & rights != rights:
                 raise DmaFault(iova, length)
-            size = min(length, self.regions[at].iova + self.regions[at].size - iova)
-            pieces.append((self.find(iova, size, rights), size))
+            size = min(length, region.iova + region.size - iova)
+            pieces.append((region.host + iova - region.iova if region.host else 0, iova, size))
             iova, length = iova + size, length - size
         return pieces

@@ -534,6 +534,11 @@ class Keeper:
         packet.fds.clear()
         self._answer(client, packet.raw, fds)
 
+    def _send_raw(self, _worker: Worker, packet: Packet) -> None:
+        client = self._clients.get(packet.fields["client"])
+        if client is not None and client.connection.open:
+            self._answer(client, packet.raw)
+
     def _drop(self, _worker: Worker, packet: Packet) -> None:
         client = self._clients.get(packet.fields["client"])
         if client is not None and client.connection.open:
@@ -685,6 +690,7 @@ _FROM_WORKER: dict[str, Callable[[Keeper, Worker, Packet], None]] = {
     "unlisten": Keeper._unlisten,  # key: answered the same way
     "take": Keeper._take,  # client: its next message is no doorbell
     "reply": Keeper._reply,  # client, seq, raw reply (b"" for a posted message), descriptors
+    "send": Keeper._send_raw,  # client, raw message: a command of ours (DMA); its reply comes as a message
     "drop": Keeper._drop,  # client, reason: close the connection; "gone" follows
     "forget": Keeper._forget,  # client: its session is torn down
     "loading": Keeper._loading,  # it gets on with what it does before it is up

@@ -15,6 +15,7 @@ The state area, in order::
     SPACE x NAMESPACES  per-namespace counters (SMART, iostat)
     INFLIGHT x SLOTS  whole SQE, state, result: the replay rule's ground truth
     HISTOGRAM x QUEUES  log-linear latency histogram
+    delivered x QUEUES, copies of CQs  for guest memory that is not shared (dpu.remote)
     blob              control's own state as JSON (dpu.channel.ConfigStore)
 
 64-bit fields are signed: numba turns mixtures of uint64 and int64 into floats. Counters of fetched and posted
@@ -187,6 +188,8 @@ def _place() -> dict[str, int]:
         "space": SPACE.itemsize * NAMESPACES,
         "inflight": INFLIGHT.itemsize * SLOTS,
         "histogram": HISTOGRAM_BUCKETS * 8 * QUEUES,
+        "delivered": 8 * QUEUES,
+        "cq_copies": 16 * QUEUE_ENTRIES_MAX * QUEUES,
         "blob": PAGE + 2 * BLOB_BYTES,
     }
     offsets, at = {}, 0
@@ -202,6 +205,8 @@ CQ_OFFSET: Final = _OFFSETS["cq"]
 SPACE_OFFSET: Final = _OFFSETS["space"]
 INFLIGHT_OFFSET: Final = _OFFSETS["inflight"]
 HISTOGRAM_OFFSET: Final = _OFFSETS["histogram"]
+DELIVERED_OFFSET: Final = _OFFSETS["delivered"]
+CQ_COPIES_OFFSET: Final = _OFFSETS["cq_copies"]
 BLOB_OFFSET: Final = _OFFSETS["blob"]
 STATE_BYTES: Final = _OFFSETS["end"]
 
@@ -238,6 +243,7 @@ NAMESPACE: Final = _words(
     "discard",  # Deallocate does something
     "marks",  # addresses of dpu.backends.marks: a byte of each block, 0 while nothing was ever marked
     "mark_pages",  # a byte of each MARK_PAGE blocks: some of them may be marked
+    "threads",  # WHY_* every command goes to control, or 0
     size=128,
 )
 MARK_PAGE_BITS: Final = 12
@@ -271,6 +277,7 @@ CONTROLLER: Final = _words(
     "index",
     "state",  # address of the state area
     "bar",  # address of the doorbell page
+    "seen",  # address of the doorbells that count: the same page, or those of what control has copied (dpu.remote)
     "namespaces",  # NAMESPACE x NAMESPACES, by nsid - 1
     "namespaces_max",  # NN: a larger NSID is invalid, an absent one below is inactive
     "queues",  # QUEUE_LOCAL x QUEUES
@@ -378,6 +385,7 @@ WHY_NO_URING: Final = 3
 WHY_BUFFER: Final = 4
 WHY_MARKS: Final = 5
 WHY_REFUSED: Final = 6
+WHY_UNSHARED: Final = 7
 
 ERROR_RECORD: Final = _words("controller", "sqid", "cid", "status", "nsid", "lba", size=64)
 ERROR_ENTRIES: Final = 64

@@ -38,6 +38,7 @@ from dpu.nvme.wire import BROADCAST_NSID
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.001
+_ENTRIES = layout.QUEUES * layout.QUEUE_ENTRIES_MAX
 _EVENT = (1).to_bytes(8, "little")
 _LIVE = layout.offset_of(layout.CONTROLLER, "live")
 _LIVE_COUNT = layout.offset_of(layout.CONTROLLER, "live_count")
@@ -68,6 +69,7 @@ class Plane:
         self.pending: list[tuple[int, Completion]] = []  # of parked commands, to be saved and then posted
         self.with_control = 0  # I/O commands that a thread of control is doing
         self.generation = 0  # grows with every close_all: answers to commands of before are dropped
+        self.refuse_dma: Callable[[bool], None] = lambda refusing: None
         self._memory_of = memory_of
         self._backends: dict[int, Backend] = {}
         self._state = mmap.mmap(state_fd, layout.STATE_BYTES)
@@ -93,11 +95,20 @@ class Plane:
         self._todo = np.zeros(layout.SLOTS, np.int64)
         self._trace_slots = np.zeros(layout.SLOTS, layout.TRACE_SLOT)
         self._table = self.memory.table()
+        # For guest memory that is not shared, see dpu.remote.
+        self.remote = False
+        self.closing = False
+        self.delivered = np.frombuffer(self._state, np.int64, layout.QUEUES, layout.DELIVERED_OFFSET)
+        self.seen = np.zeros(layout.BAR_BYTES // 4, np.uint32)
+        self._cq_copies = np.frombuffer(self._state, np.uint8, 16 * _ENTRIES, layout.CQ_COPIES_OFFSET)
+        self._sq_copies = np.zeros(0, np.uint8)
+        self._interrupts: dict[int, int] = {}  # CQ -> vector, as the guest has it
         self._dbbuf: tuple[int, int] | None = None
         self._holds = 0
         c = self.record = poller.controllers[self.index]
         c.index, c.socket = self.index, socket_fd
         c.bar, c.namespaces, c.queues = _at(self.doorbells), _at(self.namespaces), _at(self.locals)
+        c.seen = c.bar
         c.vectors, c.segments, c.free, c.free_count = (
             _at(self._vectors),
             _at(self._segments),
@@ -126,13 +137,13 @@ class Plane:
         store_u64(base + self.index * layout.CONTROLLER.itemsize + offset, value)
 
     @contextlib.asynccontextmanager
-    async def quiet(self) -> AsyncIterator[None]:
-        """No command of this controller is being executed inside."""
+    async def quiet(self, *, control: bool = True) -> AsyncIterator[None]:
+        """No command of this controller is being executed inside; with ``control`` False, none but by control."""
         self._holds += 1
         self._poke(_HOLD, 1)
         try:
             await self.poller.grace()
-            while self.record.live and (self.record.outstanding or self.with_control):
+            while self.record.live and (self.record.outstanding or (control and self.with_control)):
                 await asyncio.sleep(DRAIN_POLL_S)
                 await self.poller.grace()
             yield
@@ -147,6 +158,10 @@ class Plane:
 
     def begin(self) -> None:
         """Let the poller look at this controller."""
+        if self.remote:
+            for qid in np.nonzero(self.sqs["live"])[0]:
+                self.seen[2 * qid] = self.locals[qid].sq_head
+            self.show_heads()
         self._release()
         self._poke(_LIVE, 1)
         self.poller.controllers_end(self.index)
@@ -170,13 +185,13 @@ class Plane:
 
     async def dma_map(self, iova: int, size: int, flags: int, offset: int, fd: int | None) -> None:
         """As GuestMap.map."""
-        async with self.quiet():
+        async with self.quiet(control=not self.remote):
             self.memory.map(iova, size, flags, offset, fd)
             self._publish_dma()
 
     async def dma_unmap(self, iova: int, size: int) -> None:
         """As GuestMap.unmap; when it returns, nothing touches the memory any more."""
-        async with self.quiet():
+        async with self.quiet(control=not self.remote):  # control's commands look it up each time
             self.memory.unmap(iova, size)
             self._publish_dma()
             self.memory.trim()
@@ -191,6 +206,8 @@ class Plane:
         self._table = self.memory.table()
         self.record.dma, self.record.dma_count = _at(self._table), len(self._table)
         self.locals["sq_host"] = self.locals["cq_host"] = 0
+        for qid in range(layout.QUEUES) if self.remote else ():
+            self._place_copies(qid)
         self._resolve_dbbuf()
 
     def set_vectors(self, start: int, fds: list[int]) -> None:
@@ -201,33 +218,91 @@ class Plane:
 
     def _publish_vectors(self) -> None:
         for vector, fd in enumerate(self._connected):
-            self._vectors[vector] = -1 if vector in self._masked else fd
+            self._vectors[vector] = -1 if vector in self._masked or self.remote else fd
+        if self.remote:  # completions are control's to bring to the guest
+            self._vectors[0] = self.poller.control_fd
 
     def live(self, vector: int) -> bool:
         """Whether completions are signalled by this vector."""
+        if self.remote:
+            return any(self.cqs[qid].live and one == vector for qid, one in self._interrupts.items())
         return bool(np.any((self.cqs.live != 0) & (self.cqs.interrupts != 0) & (self.cqs.vector == vector)))
+
+    # -------------------------------------------------------------------------- guest memory that is not shared
+
+    def set_remote(self, remote: bool) -> None:
+        """Whether the controller's queues are served on copies (dpu.remote); none is live."""
+        self.remote = remote
+        if remote and not len(self._sq_copies):
+            self._sq_copies = np.zeros(64 * _ENTRIES, np.uint8)
+        self.record.seen = _at(self.seen) if remote else self.record.bar
+        for row in self.namespaces:
+            row.threads = self._threads(int(row.kind))
+        self._publish_vectors()
+
+    def _place_copies(self, qid: int) -> None:
+        self.locals[qid].sq_host, self.locals[qid].cq_host = self.sq_copy(qid), self.cq_copy(qid)
+
+    def sq_copy(self, qid: int) -> int:
+        """Address of the copy of an SQ; any room for any number of entries."""
+        return _at(self._sq_copies) + 64 * layout.QUEUE_ENTRIES_MAX * qid
+
+    def cq_copy(self, qid: int) -> int:
+        """Address of the copy of a CQ."""
+        return _at(self._cq_copies) + 16 * layout.QUEUE_ENTRIES_MAX * qid
+
+    def show(self, index: int, value: int) -> None:
+        """Let the poller see a doorbell."""
+        store_u32(_at(self.seen) + 4 * index, value)
+
+    def show_heads(self) -> bool:
+        """Let the poller see what the guest has taken from its CQs; whether that is news."""
+        heads, seen = self.doorbells[1::2].copy(), self.seen[1::2]
+        news = bool((seen != heads).any())
+        seen[:] = heads
+        return news
+
+    def interrupt(self, qid: int) -> None:
+        """Fire the vector of a CQ, if it has one."""
+        vector = self._interrupts.get(qid, -1)
+        if vector >= 0:
+            self.cqs[qid].signals += 1
+            self.signal(vector)
 
     # ---------------------------------------------------------------------------------------------------- queues
 
     def open_cq(self, qid: int, entries: int, iova: int, vector: int, interrupts: bool, epoch: int) -> None:
         cq, local = self.cqs[qid], self.locals[qid]
         if cq.epoch != epoch:
-            host = self.memory.find(iova, entries * 16, DMA_WRITE)
+            if qid == 0:
+                self.set_remote(not any(host for host, _, _ in self.memory.places(iova, 1, DMA_WRITE)))
+            if self.remote:
+                self.memory.places(iova, entries * 16, DMA_WRITE)
+                host = self.cq_copy(qid)
+            else:
+                host = self.memory.find(iova, entries * 16, DMA_WRITE)
             # Linux clears its queue only after Create CQ: what lies there must not look like completions.
             ctypes.memset(host, 0, entries * 16)
             self._zero_doorbell(2 * qid + 1)
-            cq.posted = cq.signals = 0
-            cq.entries, cq.iova, cq.vector, cq.interrupts = entries, iova, vector, int(interrupts)
+            cq.posted = cq.signals = self.delivered[qid] = 0
+            cq.entries, cq.iova = entries, iova
+            cq.vector, cq.interrupts = (0, 1) if self.remote else (vector, int(interrupts))
             cq.epoch = epoch
+        self._interrupts[qid] = vector if interrupts else -1
         local.cq_host = 0
         local.cq_tail, local.cq_phase = cq.posted % entries, 1 ^ (cq.posted // entries & 1)
         local.bad_head = -1
+        if self.remote:
+            self._place_copies(qid)
         cq.live = 1
 
     def open_sq(self, qid: int, entries: int, iova: int, cqid: int, epoch: int) -> None:
         sq, local = self.sqs[qid], self.locals[qid]
         if sq.epoch != epoch:
-            self.memory.find(iova, entries * 64, DMA_READ)
+            if self.remote:
+                self.memory.places(iova, entries * 64, DMA_READ)
+            else:
+                self.memory.find(iova, entries * 64, DMA_READ)
             self._zero_doorbell(2 * qid)
             for name in layout.SQ.names or ():
                 sq[name] = 0
@@ -237,6 +312,8 @@ class Plane:
         local.sq_host = 0
         local.sq_head = sq.fetched % entries
         local.bad_tail = -1
+        if self.remote:
+            self._place_copies(qid)
         sq.live = 1
         self._list_queues()
 
@@ -249,7 +326,7 @@ class Plane:
         return int(queue.entries) if queue.live else 0
 
     def _zero_doorbell(self, index: int) -> None:
-        self.doorbells[index] = 0
+        self.doorbells[index] = self.seen[index] = 0
         if self.record.shadow and index > 1:
             store_u32(int(self.record.shadow) + 4 * index, 0)
             store_u32(int(self.record.events) + 4 * index, 0)
@@ -272,7 +349,7 @@ class Plane:
             self.cqs[qid].live = 0
 
     async def close_all(self) -> None:
-        async with self.quiet():
+        async with self._refusing_dma(), self.quiet():
             self.generation += 1
             self.pending.clear()
             for qid in range(layout.QUEUES):
@@ -287,6 +364,17 @@ class Plane:
             self._dbbuf = None
             self.record.shadow = self.record.events = 0
             self.record.write_through = 0
+
+    @contextlib.asynccontextmanager
+    async def _refusing_dma(self) -> AsyncIterator[None]:
+        """The client may wait for us inside, and then it answers no DMA message (dpu.dma)."""
+        self.closing = True
+        self.refuse_dma(True)
+        try:
+            yield
+        finally:
+            self.closing = False
+            self.refuse_dma(False)
 
     def set_dbbuf(self, shadow_iova: int, event_idx_iova: int, reopened: bool = False) -> None:
         self._dbbuf = (shadow_iova, event_idx_iova)
@@ -331,8 +419,8 @@ class Plane:
 
     def signal(self, vector: int) -> None:
         """Fire a vector, if it is connected and not masked."""
-        fd = int(self._vectors[vector])
-        if fd >= 0:
+        fd = self._connected[vector]
+        if fd >= 0 and vector not in self._masked:
             with contextlib.suppress(BlockingIOError):  # it holds more events than can be counted: it is signalled
                 os.write(fd, _EVENT)
 
@@ -342,7 +430,7 @@ class Plane:
 
     async def flush(self) -> None:
         """Every write that has completed is durable when this returns."""
-        async with self.quiet():
+        async with self.quiet(control=not self.remote):
             pass
         fds = {int(row.fd) for row in self.namespaces if row.kind == layout.KIND_FILE}
         for fd in fds:
@@ -378,7 +466,13 @@ class Plane:
             kind, row.align = layout.KIND_FILE, backend.dio_align_bytes - 1
             # Without the right to write there is no lock to fence requests of a killed worker with (dpu.worker).
             row.direct_fd = -1 if backend.readonly else backend.direct_fd
+        row.threads = self._threads(kind)
         row.kind = kind
+
+    def _threads(self, kind: int) -> int:
+        if self.remote:
+            return layout.WHY_UNSHARED
+        return layout.WHY_NO_URING if kind == layout.KIND_FILE and self.poller.ring.fd < 0 else 0
 
     def set_trace(self, on: bool) -> None:
         """Trace this controller's commands, or no longer. The poller has a trace area."""

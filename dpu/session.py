@@ -17,22 +17,27 @@ import json
 import logging
 import os
 import select
+import socket
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dpu import layout
 from dpu.channel import Packet
 from dpu.clock import RealClock
-from dpu.errors import VfioUserError
+from dpu.dma import DmaMessages, View
+from dpu.errors import DmaFault, VfioUserError
 from dpu.killpoint import killpoint
 from dpu.nvme import io
 from dpu.nvme.controller import Controller
 from dpu.nvme.interfaces import Completion
-from dpu.nvme.wire import NvmOpcode
+from dpu.nvme.wire import NvmOpcode, Status
 from dpu.plane import Plane
+from dpu.remote import RemoteQueues
+from dpu.vfio_user import wire
 from dpu.vfio_user.pci_config import (
     BAR0_BYTES,
     CONFIG_BYTES,
@@ -43,13 +48,15 @@ from dpu.vfio_user.pci_config import (
     PciConfig,
 )
 from dpu.vfio_user.protocol import IrqInfo, RegionInfo, Session, Window
-from dpu.vfio_user.wire import IrqFlag, RegionFlag
+from dpu.vfio_user.wire import HeaderFlag, IrqFlag, RegionFlag
 
 if TYPE_CHECKING:
     from dpu.target import Subsystem
     from dpu.worker import Worker
 
 log = logging.getLogger(__name__)
+
+_Completion = TypeVar("_Completion", Completion, Completion | None)
 
 BAR0, CONFIG_REGION, REGIONS = 0, 7, 9
 IRQ_MSI, IRQ_MSIX, IRQ_ERR, IRQ_REQ, IRQS = 1, 2, 3, 4, 5
@@ -73,6 +80,7 @@ class Client:
         self.listener = listener
         self.subsystem = subsystem
         self.socket_fd = socket_fd
+        self._socket = socket.socket(fileno=socket_fd)
         self.vectors: dict[tuple[int, int], int] = {}
         self.applied = 0
         self.closed = False
@@ -80,6 +88,7 @@ class Client:
         self._bad_doorbells = 0
         self._changed = False
         self._dropped = False
+        self._shadow = True
         self._messages: asyncio.Queue[Packet] = asyncio.Queue()
         self._admin: asyncio.Queue[int] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -106,6 +115,10 @@ class Client:
             self.subsystem, cntlid, self.plane.memory, self.plane, RealClock(), vectors=vectors
         )
         self.session = Session(self)
+        send = partial(self.worker.channel.send, "send", client=self.number)
+        self.dma = DmaMessages(lambda raw: send(raw=raw), self.worker.generation)
+        self.plane.refuse_dma = self.dma.refuse
+        self.remote = RemoteQueues(self.plane, View(self.plane.memory, self.dma), self._fatal)
         self.regions = self._regions(mapped=False)
         eventfd = IrqFlag.EVENTFD
         counts = {self.irq: vectors, IRQ_ERR: 1, IRQ_REQ: 1}
@@ -139,8 +152,11 @@ class Client:
         saved = json.loads(data)
         self.applied = saved["applied"]
         self.pci.load(saved["pci"])
+        if saved["remote"]:
+            self.plane.set_remote(True)
         self.controller.load(saved["controller"])
         self.controller.reopen()
+        self._offer_shadow()
         done = {sequence: Completion(status, dw0) for sequence, status, dw0 in saved["done"]}
         for slot in self.plane.recover(done):
             self._admin.put_nowait(slot)
@@ -155,7 +171,9 @@ class Client:
         self._tasks = [
             asyncio.create_task(self._guard(self._serve_messages())),
             asyncio.create_task(self._guard(self._serve_admin())),
+            asyncio.create_task(self._guard(self.remote.serve())),
         ]
+        self.remote.look()
 
     async def _guard(self, work: Any) -> None:
         """A fault of ours in one client's task ends the worker: the keeper and the next worker take it from there."""
@@ -175,9 +193,11 @@ class Client:
         await self.plane.settled()
         for task in self._tasks:  # not I/O: its threads use descriptors that must stay until they have ended
             task.cancel()
+        self.dma.refuse(True)
         await asyncio.gather(*self._tasks, *self._io, return_exceptions=True)
         await self.plane.close()
-        for fd in [*self.vectors.values(), self.socket_fd, *self._fds]:
+        self._socket.close()
+        for fd in [*self.vectors.values(), *self._fds]:
             os.close(fd)
         while not self._messages.empty():
             self._messages.get_nowait().close()
@@ -193,6 +213,7 @@ class Client:
         document = {
             "applied": self.applied,
             "nqn": self.subsystem.nqn,
+            "remote": self.plane.remote,
             "pci": self.pci.dump(),
             "controller": self.controller.dump(),
             "done": rows,
@@ -208,7 +229,17 @@ class Client:
 
     def message(self, packet: Packet) -> None:
         """A message that the keeper has taken."""
-        self._messages.put_nowait(packet)
+        if wire.Header.from_buffer_copy(packet.raw).flags & HeaderFlag.TYPE_MASK == HeaderFlag.REPLY:
+            packet.close()
+            self.dma.reply(packet.raw)
+            self._answer(packet.fields["seq"], b"")
+        else:
+            self._messages.put_nowait(packet)
+
+    def _answer(self, seq: int, reply: bytes, fds: Sequence[int] = ()) -> None:
+        """Have the keeper send a reply (b"": only be done with the message), and look at the socket again."""
+        self.worker.channel.send("reply", raw=reply, fds=fds, client=self.number, seq=seq)
+        self.plane.attend(layout.ATTENTION_NONE)
 
     async def _serve_messages(self) -> None:
         await self.plane.settled()
@@ -222,10 +253,7 @@ class Client:
                 self.applied = self._seq
                 self.commit()
             killpoint("before_reply")
-            self.worker.channel.send(
-                "reply", raw=reply, fds=self.session.reply_fds, client=self.number, seq=self._seq
-            )
-            self.plane.attend(layout.ATTENTION_NONE)
+            self._answer(self._seq, reply, self.session.reply_fds)
 
     def negotiated(self, *, has_json: bool) -> None:
         """Choose how doorbells come: see dpu.target.Transport."""
@@ -234,8 +262,15 @@ class Client:
         mapped = transport.maps_doorbells(has_json=has_json)
         self.regions = self._regions(mapped=mapped)
         self.plane.set_mapped(mapped)
-        # What a doorbell page in memory makes needless is not offered beside it.
-        self.controller.shadow_doorbells = not (mapped or transport.disable_shadow_doorbells)
+        self._shadow = not (mapped or transport.disable_shadow_doorbells)
+        self._offer_shadow()
+        limit = (self.session.capabilities or {}).get("max_data_xfer_size")
+        if isinstance(limit, int) and limit > 0:
+            self.dma.size_max = min(limit, wire.DATA_BYTES_MAX)
+
+    def _offer_shadow(self) -> None:
+        """Not beside a doorbell page that is memory already, nor in memory that is not shared."""
+        self.controller.shadow_doorbells = self._shadow and not self.plane.remote
 
     async def region_read(self, region: int, offset: int, count: int) -> bytes:
         if region == CONFIG_REGION:
@@ -258,6 +293,7 @@ class Client:
         elif region == BAR0:
             self._changed = True
             await self.controller.register_write(offset, data)
+            self._offer_shadow()
 
     def _write_doorbells(self, offset: int, data: bytes) -> None:
         """A doorbell that came as a message with a reply; its store may be repeated."""
@@ -270,6 +306,7 @@ class Client:
             if value >= entries and self.plane.sqs[0].live:
                 self._bad_doorbell(layout.BAD_DOORBELL_VALUE if entries else layout.BAD_DOORBELL_REGISTER, at)
         self.plane.poller.wake()
+        self.remote.look()
 
     def _bad_doorbell(self, kind: int, index: int) -> None:
         self._bad_doorbells += 1
@@ -280,6 +317,7 @@ class Client:
 
     async def dma_map(self, iova: int, size: int, flags: int, offset: int, fd: int | None) -> None:
         await self.plane.dma_map(iova, size, flags, offset, fd)
+        self.remote.look()
         killpoint("mid_dma_map")
 
     async def dma_unmap(self, iova: int, size: int) -> None:
@@ -328,7 +366,10 @@ class Client:
         record = self.plane.record
         if record.attention == layout.ATTENTION_WANTED:
             self.plane.attend(layout.ATTENTION_TAKEN)
-            self.worker.channel.send("take", client=self.number)
+            if self.plane.remote and self._take_replies():
+                self.plane.attend(layout.ATTENTION_NONE)
+            else:
+                self.worker.channel.send("take", client=self.number)
         if self.plane.memory.lost and not self._dropped:
             self._drop("its memory was taken away: the file behind it was truncated, or has no room")
         bad = int(record.bad_doorbell)
@@ -336,6 +377,32 @@ class Client:
             record.bad_doorbell = 0
             self._bad_doorbell(bad >> 32, bad & 0xFFFFFFFF)
             self.commit()
+        self.remote.look()
+
+    def _take_replies(self) -> bool:
+        """Take replies to DMA messages at the head of the stream; whether there is nothing else for now.
+
+        As with doorbells, what was peeked at is consumed when it has been used. A worker that dies in between leaves
+        it to the next one, which knows it for an old one. A message in parts is left to the keeper.
+        """
+        peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
+        while True:
+            try:
+                header = wire.Header.from_buffer_copy(self._socket.recv(wire.HEADER_BYTES, peek))
+                if (
+                    header.flags & HeaderFlag.TYPE_MASK != HeaderFlag.REPLY
+                    or header.msg_size > wire.MESSAGE_BYTES_MAX
+                ):
+                    return False
+                raw = self._socket.recv(header.msg_size, peek)
+            except BlockingIOError:
+                return True
+            except (OSError, ValueError):  # its end, or less than a header
+                return False
+            if len(raw) < header.msg_size or header.msg_size < wire.HEADER_BYTES:
+                return False
+            self.dma.reply(raw)
+            self._socket.recv(header.msg_size, socket.MSG_DONTWAIT)
 
     def _drop(self, reason: str) -> None:
         """End the connection; "gone" follows."""
@@ -366,10 +433,18 @@ class Client:
                 continue  # a controller reset has dropped it
             self.plane.stamp(slot, "taken")
             generation, sequence = self.plane.generation, int(entry.sequence)
-            completion = await self.controller.execute(slot, self.plane.sqe(slot))
+            completion = await self._execute_admin(slot)
             if self.plane.generation != generation or entry.sequence != sequence:
                 continue
             self.commit([] if completion is None else [(slot, completion)])
+
+    async def _execute_admin(self, slot: int) -> Completion | None:
+        sqe = self.plane.sqe(slot)
+        if not self.plane.remote:
+            self.controller.memory = self.plane.memory
+            return await self.controller.execute(slot, sqe)
+        self.controller.memory = view = View(self.plane.memory, self.dma)
+        return await self._flushed(view, await view.run(lambda: self.controller.execute(slot, sqe)))
 
     async def _serve_io(self, slot: int, generation: int) -> None:
         """An I/O command that the poller does not do, or cannot."""
@@ -378,13 +453,34 @@ class Client:
         if sqe[0] == NvmOpcode.WRITE_UNCORRECTABLE:
             self.worker.prepare_marks(self.subsystem, int(self.plane.inflight[slot].sqe.nsid))
         durable = bool(self.plane.record.write_through)
-        completion = await io.execute(sqe, self.plane.memory, self.subsystem, durable)
+        if self.plane.remote:
+            view = View(self.plane.memory, self.dma)
+            work = partial(io.execute, sqe, view, self.subsystem, durable)
+            completion = await self._flushed(view, await view.run(work))
+        else:
+            completion = await io.execute(sqe, self.plane.memory, self.subsystem, durable)
         if self.plane.generation != generation:
             return
         self.plane.finish(slot, completion)
         if sqe[0] == NvmOpcode.WRITE_UNCORRECTABLE:
             self.controller.unrecoverable_found()
             self.commit()
+
+    @staticmethod
+    async def _flushed(view: View, completion: _Completion) -> _Completion | Completion:
+        """The completion when the guest has the data."""
+        try:
+            await view.flush()
+            killpoint("data_stored")
+        except DmaFault:
+            return Completion(Status.DATA_TRANSFER_ERROR.field())
+        return completion
+
+    def _fatal(self, reason: str) -> None:
+        """The controller cannot go on without a reset (CSTS.CFS)."""
+        log.error("client %d: controller failed: %s", self.number, reason)
+        self.controller.fatal(reason)
+        self.commit()
 
     def failed(self, record: Any) -> None:
         """An I/O command that ended with an error, for the error log."""

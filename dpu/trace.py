@@ -40,6 +40,7 @@ WHY: Final = {
     layout.WHY_BUFFER: "needs a buffer for a file's data",
     layout.WHY_MARKS: "only control marks blocks",
     layout.WHY_REFUSED: "the file system does not do it",
+    layout.WHY_UNSHARED: "guest memory is not shared",
 }
 _NAMES: Final[dict[int, str]] = {opcode: opcode.name.replace("_", " ").capitalize() for opcode in NvmOpcode}
 _ADMIN_NAMES: Final[dict[int, str]] = {opcode: opcode.name.replace("_", " ").capitalize() for opcode in AdminOpcode}

@@ -204,7 +204,7 @@ class Worker:
         """Take in what the keeper holds; returns the packets of its clients."""
         for packet in packets:
             if packet.op == "adopt":
-                self._generation: int = packet.fields["generation"]
+                self.generation: int = packet.fields["generation"]
                 self._cpus: list[int] = packet.fields["cpus"]
                 self._rpc_socket = socket.socket(fileno=packet.fds[0])
                 self.config = ConfigStore(packet.fds[1])
@@ -492,7 +492,7 @@ class Worker:
     def stats(self) -> dict[str, Any]:
         return {
             "pid": os.getpid(),
-            "generation": self._generation,  # of the worker: the first is 1
+            "generation": self.generation,  # of the worker: the first is 1
             "pollers": [poller.describe() for poller in self.pollers],
             "threads": [[thread.name, thread.native_id] for thread in threading.enumerate()],
             "controllers": [client.stats() for client in self.clients.values() if not client.closed],

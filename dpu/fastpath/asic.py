@@ -775,6 +775,8 @@ def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
         return _INVALID_FIELD
     if count > COPY_RANGES_MAX:
         return _SIZE_LIMIT
+    if ns.threads:  # control checks the ranges, too
+        return to_control(p, c, slot, entry, ns.threads)
     local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
     out = c.segments + slot * SEGMENT_LIST_BYTES
     found = walk_prps(c, local, sqe, count * 32, DMA_READ, out)
@@ -845,11 +847,10 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     ns = view(c.namespaces, NAMESPACES, NAMESPACE)[nsid - 1]
     if ns.kind == KIND_ABSENT:
         return _INVALID_FIELD  # an inactive NSID (Base figure 87)
-    threads = ns.kind == KIND_FILE and view(p.uring, 1, URING)[0].fd < 0  # no io_uring here: control's threads
     if op == _FLUSH:
-        return to_control(p, c, slot, entry, WHY_NO_URING) if threads else flush(p, c, slot, entry, nsid)
+        return to_control(p, c, slot, entry, ns.threads) if ns.threads else flush(p, c, slot, entry, nsid)
     if op == _DSM:
-        return to_control(p, c, slot, entry, WHY_NO_URING) if threads else deallocate(p, c, slot, entry, ns)
+        return to_control(p, c, slot, entry, ns.threads) if ns.threads else deallocate(p, c, slot, entry, ns)
     if op == _COPY:
         return copy_blocks(p, c, slot, entry, ns)
     lba = signed(sqe.cdw10) | signed(sqe.cdw11) << 32
@@ -864,11 +865,11 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
         return _READ_ERROR
     if op == _VERIFY:
         return verify(p, c, slot, entry, ns)
-    if threads:
+    if ns.threads:
         if blocks << ns.shift > TRANSFER_MAX and op != _ZEROES:
             return _INVALID_FIELD
         entry.bytes = blocks << ns.shift
-        return to_control(p, c, slot, entry, WHY_NO_URING)
+        return to_control(p, c, slot, entry, ns.threads)
     if op == _ZEROES:
         status = write_zeroes(p, c, slot, entry, ns, lba, blocks)
     else:
@@ -907,7 +908,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
     locals_ = view(c.queues, QUEUES, QUEUE_LOCAL)
     local = locals_[sqid]
     shadowed = c.shadow != 0 and sqid != 0
-    doorbells = c.shadow if shadowed else c.bar
+    doorbells = c.shadow if shadowed else c.seen
     tail = load_u32(doorbells + 8 * sqid)
     head = local.sq_head
     if tail == head:
@@ -922,7 +923,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
         return 0
     cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
     completions = locals_[cqid]
-    consumed = load_u32((c.shadow if c.shadow != 0 and cqid != 0 else c.bar) + 8 * cqid + 4)
+    consumed = load_u32((c.shadow if c.shadow != 0 and cqid != 0 else c.seen) + 8 * cqid + 4)
     if consumed >= cq.entries:
         if (shadowed or c.mapped) and completions.bad_head != consumed:
             completions.bad_head = consumed
@@ -984,7 +985,7 @@ def has_room(c: Any, cqid: int) -> bool:
     """Whether a CQ can take a completion that holds no place in it (a parked command's)."""
     cq = view(c.state + CQ_OFFSET, QUEUES, CQ)[cqid]
     local = view(c.queues, QUEUES, QUEUE_LOCAL)[cqid]
-    consumed = load_u32((c.shadow if c.shadow != 0 and cqid != 0 else c.bar) + 8 * cqid + 4)
+    consumed = load_u32((c.shadow if c.shadow != 0 and cqid != 0 else c.seen) + 8 * cqid + 4)
     unread = local.cq_tail - consumed
     if unread < 0:
         unread += cq.entries
@@ -1140,6 +1141,8 @@ def store_doorbell(p: Any, c: Any, offset: int, value: int) -> None:
     """One doorbell write, ``offset`` from the first doorbell (Base 3.1.3.24 and .25, DSTRD 0)."""
     queue = offset >> 3
     store_u32(c.bar + offset, value)
+    if c.seen != c.bar:
+        p.kick = 1
     entries = 0
     if queue < QUEUES:
         if offset & 4:

@@ -79,6 +79,9 @@ class GuestMemory(Protocol):
     """Guest RAM through the DMA map; both raise ``DmaFault`` for what is not mapped with the rights needed."""
 
     def read(self, iova: int, length: int) -> bytes: ...
+    def gather(self, pieces: list[tuple[int, int]]) -> bytes:
+        """Several parts, (iova, bytes) each, as one."""
+
     def write(self, iova: int, data: bytes) -> None: ...
 
 

@@ -1,8 +1,8 @@
 """I/O commands that control carries out, on files in a thread.
 
 The compiled stage does I/O through io_uring; what it hands over is Write Uncorrectable, for every back end, Compare,
-Verify and Copy on files, and, where the kernel does not allow io_uring, everything on files. LBA ranges and marks of
-source blocks were checked before.
+Verify and Copy on files, where the kernel does not allow io_uring everything on files, and everything of clients that
+do not share their memory (dpu.dma). LBA ranges and marks of source blocks were checked before, but for Copy's.
 
 Use: ``await execute(sqe, memory, subsystem, durable)``. Errors: none; what fails is a status.
 Source: NVM Command Set Specification 1.0, section 3.2.
@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from typing import Protocol
 
-from dpu.backends import Backend
+from dpu.backends import Backend, NullBackend
 from dpu.layout import COPY_MAX, TRANSFER_MAX
 from dpu.nvme import prp
 from dpu.nvme.errors import CommandError
@@ -82,6 +82,9 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
         if backend.marks is None:
             raise OSError(errno.ENOMEM, "no marks")
         backend.marks.mark(lba, blocks)
+    elif isinstance(backend, NullBackend):  # nothing is stored and nothing is touched
+        if op in (NvmOpcode.WRITE, NvmOpcode.WRITE_ZEROES):
+            _unmark(backend, lba, blocks)
     elif op == NvmOpcode.VERIFY:
         await asyncio.to_thread(_verify, backend.fd, length, offset)
     elif op in (NvmOpcode.READ, NvmOpcode.COMPARE):
@@ -108,19 +111,26 @@ async def _copy(entry: SubmissionEntry, memory: GuestMemory, backend: Backend, d
     ranges = [CopyRange.from_buffer_copy(data, 32 * i) for i in range(count)]
     lba, size = entry.cdw10 | entry.cdw11 << 32, backend.block_size
     lengths = [(one.nlb + 1) * size for one in ranges]  # 0's based
-    # All was checked before, but the guest may have changed its ranges since.
+    # Of memory that is shared all was checked before, but the guest may have changed its ranges since.
     if max(lengths) > TRANSFER_MAX or sum(lengths) > COPY_MAX:
         raise CommandError(Status.COMMAND_SIZE_LIMIT_EXCEEDED)
     ends = [one.slba * size + length for one, length in zip(ranges, lengths)]
     if max(*ends, lba * size + sum(lengths)) > backend.size_bytes:
         raise CommandError(Status.LBA_OUT_OF_RANGE)
+    if backend.readonly:
+        raise CommandError(Status.NAMESPACE_WRITE_PROTECTED)
+    marks = backend.marks
+    if marks is not None and any(marks.ranges(one.slba, one.nlb + 1, 1) for one in ranges):
+        return Completion(Status.UNRECOVERED_READ_ERROR)
+    null = isinstance(backend, NullBackend)
     for i, (one, length) in enumerate(zip(ranges, lengths)):
         try:
-            blocks = await asyncio.to_thread(_read, backend.fd, length, one.slba * size)
+            blocks = b"" if null else await asyncio.to_thread(_read, backend.fd, length, one.slba * size)
         except OSError:
             return Completion(Status.UNRECOVERED_READ_ERROR, i)
         try:
-            await asyncio.to_thread(_write, backend.fd, blocks, lba * size, durable)
+            if not null:
+                await asyncio.to_thread(_write, backend.fd, blocks, lba * size, durable)
         except OSError as error:
             return Completion(_write_status(error), i)
         _unmark(backend, lba, length // size)

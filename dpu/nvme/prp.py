@@ -34,7 +34,7 @@ def write(memory: GuestMemory, sqe: SubmissionEntry, data: bytes) -> None:
 def read(memory: GuestMemory, sqe: SubmissionEntry, length: int) -> bytes:
     """Host to controller: ``length`` bytes."""
     try:
-        return b"".join(memory.read(iova, part) for iova, part in segments(memory, sqe.prp1, sqe.prp2, length))
+        return memory.gather(segments(memory, sqe.prp1, sqe.prp2, length))
     except DmaFault as fault:
         raise CommandError(Status.DATA_TRANSFER_ERROR, dnr=False) from fault
 

@@ -31,6 +31,7 @@ FILES_MAX = 256
 """Different files behind the DMA regions of one client."""
 
 _DISCARD_BYTES = 65536
+_UNANSWERED = int(HeaderFlag.NO_REPLY | HeaderFlag.REPLY)
 
 _FileKey = tuple[int, int, int]
 
@@ -116,9 +117,9 @@ def refusal(message: Message) -> int:
 
 
 def error_reply(raw: bytes, error_no: int) -> bytes:
-    """An error reply to the message ``raw``, b"" when it asked for none."""
+    """An error reply to the message ``raw``, b"" when it asked for none or is a reply itself."""
     header = wire.Header.from_buffer_copy(raw)
-    return b"" if header.flags & HeaderFlag.NO_REPLY else wire.error_reply(header, error_no)
+    return b"" if header.flags & _UNANSWERED else wire.error_reply(header, error_no)
 
 
 def failed(reply: bytes) -> bool:
@@ -129,6 +130,8 @@ def failed(reply: bytes) -> bool:
 def dead_reply(raw: bytes) -> bytes:
     """The answer of a dead device: reads give all ones, what changes something is acknowledged, else EIO."""
     header = wire.Header.from_buffer_copy(raw)
+    if header.flags & _UNANSWERED:
+        return b""
     payload = raw[wire.HEADER_BYTES :]
     if header.cmd in (Command.REGION_READ, Command.REGION_WRITE):
         size = ctypes.sizeof(wire.RegionAccess)
@@ -142,8 +145,6 @@ def dead_reply(raw: bytes) -> bytes:
         return error_reply(raw, errno.EIO)
     elif header.cmd != Command.DMA_UNMAP:
         payload = b""
-    if header.flags & HeaderFlag.NO_REPLY:
-        return b""
     return wire.message(header.msg_id, header.cmd, payload, HeaderFlag.REPLY)
 
 

@@ -32,7 +32,8 @@ class FrontEnd:
 TRAPPED = FrontEnd("trapped")
 MAPPED = FrontEnd("mapped", {"capabilities": {}}, shadow=False)
 MSI = FrontEnd("msi", listener={"disable_msix": True})
-ALL = (TRAPPED, MAPPED, MSI)
+UNSHARED = FrontEnd("unshared", {"shared": False}, shadow=False)
+ALL = (TRAPPED, MAPPED, MSI, UNSHARED)
 
 
 def rows(*default: FrontEnd) -> list[Any]:

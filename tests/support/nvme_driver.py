@@ -293,7 +293,8 @@ class Nvme:
 
     `register_bytes` is 4 (QEMU splits 64-bit registers) or 8; `vectors`: how many (MSI-X, else MSI) are armed.
     `capabilities`: None for QEMU's VERSION message, {} for the bare one of SPDK's initiator. A doorbell page that the
-    server lets us map is mapped and used.
+    server lets us map is mapped and used. Without `shared` the server does not get our memory, and asks for parts
+    of it by messages.
     """
 
     def __init__(
@@ -304,6 +305,7 @@ class Nvme:
         vectors: int = 65,
         register_bytes: int = 4,
         capabilities: dict[str, object] | None = None,
+        shared: bool = True,
         deadline_s: float = DEADLINE_S,
     ) -> None:
         self.ram, self.register_bytes, self.deadline_s = ram, register_bytes, deadline_s
@@ -314,7 +316,7 @@ class Nvme:
         self.regions = [self.client.region_info(index) for index in range(9)]
         self.doorbells = self._map_doorbells()
         for window in ram.windows:
-            self.client.dma_map(window[0], window[2], ram.fd, offset=window[1])
+            self.client.dma_map(window[0], window[2], ram.fd if shared else None, offset=window[1])
         available = self.client.irq_info(MSIX_INDEX)[1]
         self.irq_index = MSIX_INDEX if available else MSI_INDEX
         if not available:
@@ -488,6 +490,11 @@ class Nvme:
         self.shadow = self.ram.view(shadow, PAGE).cast("I")
         self.event_idx = self.ram.view(event_idx, PAGE).cast("I")
 
+    def enable_shadow_doorbells_if_offered(self) -> None:
+        """As Linux does: OACS bit 8 of Identify Controller."""
+        if self.identify(1)[257] & 1:
+            self.enable_shadow_doorbells()
+
     # --- commands
     def submit(
         self,
@@ -564,10 +571,14 @@ class Nvme:
                 continue
             poll = select.poll()
             poll.register(cq.eventfd, select.POLLIN)
-            fired = poll.poll(min(remaining, 10) * 1000)
-            if fired:
+            poll.register(self.client.sock, select.POLLIN)
+            fired = [fd for fd, _ in poll.poll(min(remaining, 10) * 1000)]
+            if self.client.sock.fileno() in fired:
+                self.client.serve_one()
+            if cq.eventfd in fired:
                 self.drain(cq.vector)
-            else:
+            elif not fired:
+                poll.unregister(self.client.sock)
                 lost = (cq.words[cq.head * 4 + 3] >> 16) & 1 == cq.phase and not poll.poll(10_000)
                 assert not lost, f"completion on queue {cq.qid} without an interrupt on vector {cq.vector}"
 

@@ -53,6 +53,9 @@ class Memory:
         self._check(iova, length)
         return bytes(self.data[iova : iova + length])
 
+    def gather(self, pieces: list[tuple[int, int]]) -> bytes:
+        return b"".join(self.read(iova, length) for iova, length in pieces)
+
     def write(self, iova: int, data: bytes) -> None:
         self._check(iova, len(data))
         self.data[iova : iova + len(data)] = data

@@ -141,12 +141,15 @@ class VfioUserClient:
         return bytes(data)
 
     def wait_reply(self, message_id: int, command: int) -> Message:
-        """The reply to a command, serving DMA messages of the server meanwhile. Raises VfioUserError."""
+        """The reply to a command. Raises VfioUserError. As in QEMU, what the server asks meanwhile waits for it."""
+        asked: list[Message] = []
         while True:
             message = self.receive()
             if message.flags & 0xF == FLAG_REPLY:
                 break
-            self._serve(message)
+            asked.append(message)
+        for one in asked:
+            self._serve(one)
         assert (message.id, message.command) == (message_id, command), (
             f"got the reply to {message.id} (command {message.command}), expected {message_id} ({command})"
         )
@@ -154,6 +157,12 @@ class VfioUserClient:
             assert message.errno != 0, "error reply without an errno"
             raise VfioUserError(message.errno, f"command {command}: {os.strerror(message.errno)}")
         return message
+
+    def serve_one(self) -> None:
+        """Answer a message that the server has sent by itself."""
+        message = self.receive()
+        assert message.flags & 0xF != FLAG_REPLY, "a reply that nobody waits for"
+        self._serve(message)
 
     def request(
         self, command: int, payload: bytes = b"", *, fds: Sequence[int] = (), size: int | None = None

@@ -33,8 +33,21 @@ class Board(Subsystem):
     listeners: dict[str, Listener] = {"listener": Listener("nqn", "/nowhere", "0")}
 
 
+class Channel:
+    """Remembers what was sent to the keeper."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+
+    def send(self, op: str, **fields: Any) -> None:
+        self.sent.append((op, fields))
+
+
 class Worker:
     """What a client asks of its worker."""
+
+    generation = 1
+    channel = Channel()
 
     def __init__(self, poller: Any) -> None:
         self.poller = poller

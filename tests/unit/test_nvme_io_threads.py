@@ -36,6 +36,9 @@ class Memory:
             raise DmaFault(iova, length)
         return bytes(self.bytes[iova : iova + length])
 
+    def gather(self, pieces: list[tuple[int, int]]) -> bytes:
+        return b"".join(self.read(iova, length) for iova, length in pieces)
+
     def write(self, iova: int, data: bytes) -> None:
         if iova + len(data) > len(self.bytes):
             raise DmaFault(iova, len(data))
