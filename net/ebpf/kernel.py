@@ -9,6 +9,7 @@ Source: Linux include/uapi/linux/bpf.h, Documentation/bpf/ringbuf.rst.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -72,7 +73,10 @@ class Records(Generic[R]):
 
     def close(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)  # the memory goes with the last record that somebody holds
+            del self._records
+            with contextlib.suppress(BufferError):  # somebody holds a record: the memory goes with that
+                self._memory.close()
+            os.close(self.fd)
             self.fd = -1
 
 
