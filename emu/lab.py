@@ -189,6 +189,11 @@ class Lab:
             raise EmuError("this lab has no fabric", "give its scenario a table [fabric]")
         return self._fabric.fabric
 
+    def fabric_view(self) -> dict[str, Any]:
+        """What `emu fabric show --json` tells of it now."""
+        assert self._fabric is not None
+        return self._fabric.holder.show({})
+
     def _bring_up_fabric(self, spec: FabricSpec) -> LabFabric:
         from emu.fabric.holder import LabFabric  # Scapy and LLVM take a second
 

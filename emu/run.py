@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from dpu.errors import EmuError
 from emu import hostinfo
 from emu.daemon import Dpu
+from emu.fabric.picture import compared
 from emu.lab import Lab, LabConfig, prepare
 from emu.paths import cache_dir
 from emu.progress import Progress, Silent
@@ -41,10 +42,13 @@ async def run(scenario: Scenario, config: LabConfig, progress: Progress, report:
                 f"Kept: {own} (sockets), {cache_dir('files', own.name)} (files); `emu clean --kept` removes them"
             )
         report.start_seconds = time.monotonic() - began_s
+        view = None if config.fabric is None else lab.fabric_view()
         report.vms = {name: VmReport(vm.restored) for name, vm in lab.vms.items()}
         for params in scenario.workloads:
             report.workloads.append(await run_workload(lab, params, progress))
         report.dpus = {name: await _dpu_report(dpu) for name, dpu in lab.dpus.items()}
+        if view is not None:
+            report.fabric = compared(view, lab.fabric_view())
     report.host = stamp.finished().to_dict()
     report.notes = list(progress.notes)
     report.seconds = time.monotonic() - began_s

@@ -155,17 +155,7 @@ def sample(name: str, interval_s: float) -> Document:
     """What `show` tells, with each end's ``utilisation`` (a share of its rate) over so many seconds."""
     before, _ = ask(name, "show")
     time.sleep(interval_s)
-    return compared(before, ask(name, "show")[0])
-
-
-def compared(before: Document, after: Document) -> Document:
-    """``after`` with the utilisation since ``before``."""
-    seconds = after["time_s"] - before["time_s"]
-    for old, new in zip(before["links"], after["links"], strict=True):
-        for was, end in zip(old["ends"], new["ends"], strict=True):
-            bits = 8 * (end["sent_bytes"] - was["sent_bytes"])
-            end["utilisation"] = bits / seconds / end["rate_bps"] if seconds > 0 else 0.0
-    return after
+    return picture.compared(before, ask(name, "show")[0])
 
 
 def _watch(arguments: argparse.Namespace) -> None:
@@ -174,7 +164,7 @@ def _watch(arguments: argparse.Namespace) -> None:
         while True:
             time.sleep(arguments.watch)
             after = ask(arguments.name, "show")[0]
-            live.update(table(compared(before, after), arguments.all), refresh=True)
+            live.update(table(picture.compared(before, after), arguments.all), refresh=True)
             before = after
 
 

@@ -185,13 +185,13 @@ class LabFabric:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
-        holder = Holder(path.name, self.fabric, lab=ledger.directory.name)
-        self._thread = threading.Thread(target=self._serve, args=(holder,), name="fabric-verbs", daemon=True)
+        self.holder = Holder(path.name, self.fabric, lab=ledger.directory.name)
+        self._thread = threading.Thread(target=self._serve, name="fabric-verbs", daemon=True)
         self._thread.start()
 
-    def _serve(self, holder: Holder) -> None:
+    def _serve(self) -> None:
         with contextlib.suppress(OSError):  # shut down
-            serve(holder, self._listener)
+            serve(self.holder, self._listener)
 
     def close(self) -> None:
         """Takes it down."""

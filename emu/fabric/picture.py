@@ -9,13 +9,17 @@ Limits: fit for reading up to some hundred links.
 from __future__ import annotations
 
 from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 from xml.sax.saxutils import escape
 
+NAMESPACE = "http://www.w3.org/2000/svg"
 _HOST_WIDTH, _ROW, _MARGIN, _HEAD = 78, 150, 30, 56
 _BOX_WIDTH, _BOX_HEIGHT = 66, 22
 _STYLE = """\
-text { font: 11px sans-serif; fill: #222 } .head { font-weight: bold; font-size: 13px }
-.node { fill: #fff; stroke: #444 } .switch { fill: #eef3fa } .note { font-size: 9px; fill: #a33 }
+.fabric text { font: 11px sans-serif; fill: #222 } .fabric .head { font-weight: bold; font-size: 13px }
+.fabric .node { fill: #fff; stroke: #444 } .fabric .switch { fill: #eef3fa }
+.fabric .note { font-size: 9px; fill: #a33 } .fabric .back { fill: #fff }
 """
 Document = dict[str, Any]
 Place = tuple[float, float]
@@ -50,9 +54,26 @@ def svg(document: Document) -> str:
     size = f"{topology['planes'] * width} {height}"
     title = escape(f"{document['name']}, engine {document['engine']}")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" role="img">\n<title>{title}</title>\n'
-        f"<style>{_STYLE}</style>\n" + "\n".join(parts) + "\n</svg>\n"
+        f'<svg xmlns="{NAMESPACE}" class="fabric" viewBox="0 0 {size}" role="img">\n<title>{title}</title>\n'
+        f'<style>{_STYLE}</style>\n<rect class="back" width="100%" height="100%"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
+
+
+def element(document: Document) -> Element:
+    """The picture as a part of an HTML page, which needs no name space."""
+    return ElementTree.fromstring(svg(document).replace(f' xmlns="{NAMESPACE}"', ""))
+
+
+def compared(before: Document, after: Document) -> Document:
+    """``after`` with the ``utilisation`` of each end since ``before``: a share of its rate."""
+    seconds = after["time_s"] - before["time_s"]
+    for old, new in zip(before["links"], after["links"], strict=True):
+        for was, end in zip(old["ends"], new["ends"], strict=True):
+            bits = 8 * (end["sent_bytes"] - was["sent_bytes"])
+            end["utilisation"] = bits / seconds / end["rate_bps"] if seconds > 0 else 0.0
+    return after
 
 
 def _places(topology: Document, plane: int, width: float) -> dict[str, Place]:

@@ -13,6 +13,7 @@ A report is one JSON object (``SCHEMA``); later versions add keys and raise the 
 - ``scenario``: as checked, with every default filled in; sizes in bytes, durations in seconds
 - ``vms``: by name: ``restored`` from a template snapshot or booted
 - ``dpus``: by name: ``worker_restarts`` and ``stats``, null where the daemon does not tell, ``error``
+- ``fabric``: where the scenario has one, every link as `emu fabric show --json` has it, use over the whole run
 - ``workloads``: in order: type, name, vm, device, ok, error, seconds, samples {metric, value, unit, op},
   histograms {metric, unit, op, bins [[value, count], ...]}, series {metric, unit, op, points [[second, value], ...]},
   card (:mod:`emu.report.card`), detail, files (names below ``workloads/NN-NAME/`` beside the report)

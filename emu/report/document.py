@@ -46,6 +46,7 @@ class Report:
     host: dict[str, Any] = field(default_factory=dict)
     vms: dict[str, VmReport] = field(default_factory=dict)
     dpus: dict[str, DpuReport] = field(default_factory=dict)
+    fabric: dict[str, Any] | None = None
     workloads: list[Result] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -66,6 +67,7 @@ class Report:
             "scenario": self.scenario,
             "vms": {name: asdict(vm) for name, vm in self.vms.items()},
             "dpus": {name: asdict(dpu) for name, dpu in self.dpus.items()},
+            **({} if self.fabric is None else {"fabric": self.fabric}),
             "workloads": [result.to_json() for result in self.workloads],
             "merged": self.merged(),
             "notes": self.notes,

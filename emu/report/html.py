@@ -60,6 +60,7 @@ def page(document: Mapping[str, Any], links: Sequence[str] = ()) -> str:
         *(part for number, one in enumerate(document["workloads"], 1) for part in _workload(number, one)),
         *(part for one in document["merged"] for part in _together(one)),
         *_dpus(document["dpus"]),
+        *_fabric(document.get("fabric")),
         *_circumstances(document),
         *_files(links),
     ]
@@ -91,6 +92,15 @@ def _verdict(document: Mapping[str, Any]) -> Element:
     if document["error"]:
         parts.append(node("pre", document["error"], class_="failed"))
     return node("div", *parts)
+
+
+def _fabric(document: dict[str, Any] | None) -> Iterable[Element]:
+    if document is not None:
+        from emu.fabric.picture import element
+
+        yield node("h2", "fabric")
+        yield node("p", "Use over the whole run; m marks, t trims, x losses; a link's tooltip has the rest.")
+        yield element(document)
 
 
 # ---- workloads

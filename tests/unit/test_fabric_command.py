@@ -133,6 +133,8 @@ def test_the_picture_shows_every_node_and_what_went_wrong() -> None:
     texts = [element.text for element in root.iter(f"{SVG}text")]
     for name in ("h0", "p0-t0-0", "p0-t1-0", "p1-t0-0", "p1-t1-0", "plane 0", "plane 1", "m3 t2", "x4"):
         assert name in texts
+    inline = picture.element({"name": "x", "engine": "kernel", "topology": topology, "links": links})
+    assert inline.tag == "svg"
     lines = list(root.iter(f"{SVG}line"))
     assert len(lines) == 3
     assert [line.get("stroke-dasharray") is not None for line in lines] == [False, False, True]
