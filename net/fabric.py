@@ -4,7 +4,8 @@
 
     with Fabric(Topology(2, 2, 2, 2, 10**8, 10**8)) as fabric:          # 2 planes x (2 T0 + 2 T1), 4 hosts
         fabric.fault("p0-t0-0:p0-t1-1", loss=0.01)                       # both ways; ``by=`` for one
-        fabric.expect("p0-t0-1:h2", lambda p: p[IPv6].tc & 3 == 3, after=lambda: fabric.send("h0:p0-t0-0", packet))
+        packet = fabric.packet("h0", "h3", ev=1) / UDP(dport=9)          # EV 1: plane 0, uplink 1
+        fabric.expect("p0-t0-1:h3", lambda p: UDP in p, after=lambda: fabric.send("h0:p0-t0-0", packet))
         fabric.lift("h0:p0-t0-0", {"bth.psn": 7}, lambda packet: None)   # the packet with PSN 7 is lost
         print(fabric.counters("p0-t0-0:p0-t1-1").packets)
         fabric.start("h3", ["python", "server.py"])                      # a process in a host
@@ -29,11 +30,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from scapy.layers.inet6 import IPv6
+from scapy.layers.l2 import Ether
 from scapy.packet import Packet
 
 from net.capture import Capture
 from net.errors import NetError
 from net.match import Match
+from net.mrc.frame import ECN_ECT, entropy_fields
 from net.probe import missing
 from net.srv6 import Plan
 from net.switch.live import Callback, Flow, LivePorts
@@ -222,6 +226,18 @@ class Fabric:
         with contextlib.closing(Tap(self.wiring, self.port(link, by), receives=False)) as tap:
             for packet in several:
                 tap.send(bytes(packet))
+
+    def packet(self, src: str, dst: str, ev: int = 0, *, dscp: int = 0, ecn: int = ECN_ECT) -> Packet:
+        """Ethernet and both IPv6 headers of a packet between two hosts along the path of ``ev``; put yours behind.
+
+        It enters by the link of ``src`` in the path's plane (see net.topology for entropy values).
+        """
+        path = self.topology.path(self.host(src), self.host(dst), ev)
+        source, target = (str(self.plan.host_address(host, path.plane)) for host in (path.src, path.dst))
+        ethernet = Ether(self.wiring.ethernet(self.topology.path_ports(path)[0]))
+        flow_label, _ = entropy_fields(ev)
+        outer = IPv6(src=source, dst=str(self.plan.carrier(path)), tc=dscp << 2 | ecn)
+        return ethernet / outer / IPv6(src=source, dst=target, fl=flow_label)
 
     def sniff(self, link: str, **scapy: Any) -> list[Packet]:
         """Scapy's sniff on ``link``: count=, timeout=, lfilter=, stop_filter=, prn=, started_callback=."""

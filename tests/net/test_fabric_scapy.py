@@ -10,7 +10,6 @@ import pytest
 from scapy.automaton import ATMT, Automaton
 from scapy.layers.inet import UDP
 from scapy.layers.inet6 import IPv6
-from scapy.layers.l2 import Ether
 from scapy.packet import Packet, Raw
 from scapy.utils import rdpcap
 
@@ -21,20 +20,12 @@ from net.mrc.wire import Opcode
 from net.topology import Path as FabricPath
 from tests.net.frames import first_link, last_link, write
 
-THERE, BACK = FabricPath(0, 3, 0, 1), FabricPath(3, 0, 0, 1)
+THERE = FabricPath(0, 3, 0, 1)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def mrc_layers() -> None:
     bind()
-
-
-def outer(fabric: Fabric, path: FabricPath, dscp: int) -> Packet:
-    """Ethernet and both IPv6 headers of a packet along ``path``."""
-    plan = fabric.plan
-    source, target = (str(plan.host_address(host, path.plane)) for host in (path.src, path.dst))
-    ethernet = Ether(fabric.wiring.ethernet(fabric.topology.path_ports(path)[0]))
-    return ethernet / IPv6(src=source, dst=str(plan.carrier(path)), tc=dscp << 2) / IPv6(src=source, dst=target)
 
 
 class Responder(Automaton):
@@ -55,7 +46,7 @@ class Responder(Automaton):
     def got(self, packet: Packet) -> None:
         psn = packet[BTH].psn
         sack = BTH(opcode=Opcode.SACK, dqp=9, psn=psn) / SETH(cack_psn=psn) / CCSTATE()
-        self.send(outer(self.fabric, BACK, DSCP.control) / UDP(sport=1, dport=4791, chksum=0) / sack)
+        self.send(self.fabric.packet("h3", "h0", 1, dscp=DSCP.control) / UDP(sport=1, dport=4791, chksum=0) / sack)
         raise self.WAITING()
 
 
@@ -65,7 +56,7 @@ def test_an_endpoint_as_an_automaton(fabric: Fabric) -> None:
     responder.runbg()
     try:
         writes = [
-            outer(fabric, THERE, DSCP.trimmable)
+            fabric.packet("h0", "h3", 1, dscp=DSCP.trimmable)
             / UDP(sport=1, dport=4791, chksum=0)
             / BTH(opcode=Opcode.WRITE_ONLY, dqp=5, psn=psn)
             / METH()
@@ -86,6 +77,14 @@ def test_an_endpoint_as_an_automaton(fabric: Fabric) -> None:
     for _, answer in pairs:
         assert answer.sniffed_on == "p0-t0-0>h0"
         assert answer[IPv6].tc >> 2 == DSCP.control
+
+
+def test_a_packet_by_names_takes_its_path(fabric: Fabric) -> None:
+    packet = fabric.packet("h1", "h2", 0x10000, dscp=DSCP.trimmable) / UDP(sport=7, dport=9) / b"hello"
+    send = partial(fabric.send, "h1:p1-t0-0", packet)
+    [seen] = fabric.expect("p1-t0-0:p1-t1-0", lambda got: UDP in got and got[UDP].sport == 7, after=send)
+    assert (seen[IPv6].tc, seen[IPv6].payload.fl, seen[Raw].load) == (DSCP.trimmable << 2 | 2, 1, b"hello")
+    assert seen[IPv6].dst == "fc00:0:8800:4801:c800::"
 
 
 def test_sniff_is_scapys(fabric: Fabric) -> None:
