@@ -80,9 +80,9 @@ class Fabric:
             self._open.append(self._live)
             self._soft = SoftPorts(self.wiring, self.settings, soft)
             self._open.append(self._soft)
-        except NetError as error:
+        except BaseException as error:
             self.close()
-            if lacking := missing():
+            if isinstance(error, NetError) and (lacking := missing()):
                 raise NetError("this machine makes no fabric: " + "; ".join(lacking), "see `emu doctor`") from error
             raise
 

@@ -1,4 +1,4 @@
-"""What pyroute2 lacks of Linux's SRv6: flavors and counters of seg6local routes, encap.red, and a right End.X.
+"""What pyroute2 lacks of Linux's SRv6: flavors and counters of seg6local routes, and encap.red.
 
 pyroute2 0.9.7 drops ``flavors`` silently and makes ``encap.red`` an encap. ``Route`` is its route message with the
 two encapsulations declared anew, to encode and to decode.
@@ -22,7 +22,7 @@ from pyroute2.netlink.rtnl.rtmsg import rtmsg
 from net.srv6 import BLOCK_BITS, USID_BITS
 
 ENCAP_SEG6, ENCAP_SEG6_LOCAL = 5, 7  # LWTUNNEL_ENCAP_
-ACTIONS = {"End": 1, "End.X": 2, "End.DX6": 5, "End.DT6": 7}
+ACTIONS = {"End": 1, "End.DT6": 7}
 FLAVORS = {"psp": 1, "usp": 2, "usd": 3, "next-csid": 4}
 MODES = {"inline": 0, "encap": 1, "l2encap": 2, "encap.red": 3, "l2encap.red": 4}
 _ROUTING_TYPE_SRH = 4
@@ -106,11 +106,6 @@ def end(flavors: Iterable[str] = (), *, counters: bool = True) -> list[tuple[str
             attributes += [("SEG6_LOCAL_FLV_LCBLOCK_BITS", BLOCK_BITS), ("SEG6_LOCAL_FLV_LCNODE_FN_BITS", USID_BITS)]
         more.append(("SEG6_LOCAL_FLAVORS", {"attrs": attributes}))
     return _seg6local("End", *more)
-
-
-def end_x(next_hop: ipaddress.IPv6Address, oif: int) -> list[tuple[str, Any]]:
-    """Attributes of an End.X route: to this neighbour, by this interface."""
-    return _seg6local("End.X", ("SEG6_LOCAL_NH6", str(next_hop)), ("SEG6_LOCAL_OIF", oif))
 
 
 def end_dt6(table: int) -> list[tuple[str, Any]]:

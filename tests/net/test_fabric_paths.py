@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import struct
@@ -78,6 +79,24 @@ def test_ends_are_counted_by_the_kernel(live: None) -> None:
                 if (encap := route.get_attr("RTA_ENCAP")) is not None
             ]
             assert packets == (node in SMALL.path_nodes(path)), node.name
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="iproute2 is the witness")
+def test_iproute2_reads_the_routes_as_they_are_meant(live: None) -> None:
+    with Fabric(SMALL) as fabric:
+
+        def routes(node: str) -> list[str]:
+            with fabric.inside(node):
+                shown = subprocess.run(["ip", "-6", "route"], capture_output=True, text=True, check=True).stdout
+            return [" ".join(line.split()) for line in shown.splitlines()]
+
+        own = "fc00:0:4000::/48 encap seg6local action End flavors next-csid lblen 32 nflen 16 dev h0"
+        assert any(line.startswith(own) for line in routes("p0-t0-0"))
+        assert any(line.startswith("fc00:0:8001::/48 via fe80::1 dev p0-t1-1") for line in routes("p0-t0-0"))
+        host = routes("h0")
+        assert any(line.startswith("fc00:0:c000::/48 encap seg6local action End.DT6 table local") for line in host)
+        wrapped = "fd00::4 encap seg6 mode encap.red segs 1 [ fc00:0:4000:8001:4001:c001:: ] via fe80::1 dev p0-t0-0"
+        assert any(line.startswith(wrapped) for line in host)
 
 
 def test_ordinary_programs_reach_each_other(fabric: Fabric) -> None:
