@@ -279,7 +279,8 @@ class Subsystem:
             rows.append(("nvmf_subsystem_add_ns", {"nqn": self.nqn, "namespace": of}))
         for listener in self.listeners.values():
             address = {"trtype": TRANSPORT, "traddr": listener.traddr, "trsvcid": listener.trsvcid}
-            rows.append(("nvmf_subsystem_add_listener", {"nqn": self.nqn, "listen_address": address}))
+            chosen = {name: value for name, value in listener.options.items() if value}
+            rows.append(("nvmf_subsystem_add_listener", {"nqn": self.nqn, "listen_address": address, **chosen}))
         return rows
 
     def to_config(self) -> dict[str, Any]:

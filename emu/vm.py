@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from qemu.qmp import QMPClient, QMPError
+from qemu.qmp import EventListener, QMPClient, QMPError
 
 from dpu.errors import EmuError
 from emu.accel import Accel
@@ -43,6 +43,7 @@ FIRST_PORT_SLOT = 4
 CONSOLE_LINES = 30
 BOOT_PATIENCE_S = {"tcg": 90.0, "kvm": 30.0}  # a boot takes 4 s of CPU under TCG
 PLUG_PATIENCE_S = 30.0
+UNPLUG_PATIENCE_S = 60.0  # Linux waits 5 s before it lets go: the button could be pressed again
 MESSAGE_TIMEOUT_MS = 60_000  # the watchdog of dpud is far shorter; a loaded host must not cost the controller
 
 _PANIC = "Kernel panic - not syncing"
@@ -412,6 +413,29 @@ class Vm:
         attached = Attached(str(device["id"]), port, device, controller, names)
         self.attached.append(attached)
         return attached
+
+    async def detach(self, one: Attached) -> None:
+        """``device_del``: returns when the guest has let go of the controller, and QEMU of the connection.
+
+        QEMU (seen with 11.1) aborts when it unplugs a vfio-user device with MSI-X, so such a one is refused.
+        """
+        argv = ["sh", "-c", f"cat /sys/class/nvme/{one.controller}/device/msi_irqs/*"]
+        kinds = await self.exec(argv, timeout_s=PLUG_PATIENCE_S, what=f"does not know {one.controller}")
+        if one.device["driver"] == "vfio-user-pci" and b"msix" in kinds.stdout:
+            raise self.error(
+                f"{one.id} has MSI-X: QEMU aborts when it is unplugged", "give its listener disable_msix"
+            )
+        with self.qmp.listener(("DEVICE_DELETED", "DEVICE_UNPLUG_GUEST_ERROR")) as events:
+            await self.qmp.execute("device_del", {"id": one.id})
+            await self._race(self._deleted(events, one.id), UNPLUG_PATIENCE_S, f"does not let go of {one.id}")
+        self.attached.remove(one)
+
+    async def _deleted(self, events: EventListener, identifier: str) -> None:
+        async for event in events:
+            if cast(dict[str, Any], event["data"]).get("device") == identifier:
+                if event["event"] == "DEVICE_DELETED":
+                    return
+                raise self.error(f"the guest does not let go of {identifier}")
 
     def _free_port(self) -> int:
         taken = {one.port for one in self.attached}

@@ -455,8 +455,23 @@ class Spdk(Client):
     def nvmf_subsystem_remove_ns(self, *, nqn: str, nsid: int) -> bool:
         return self._do(bool, "nvmf_subsystem_remove_ns", nqn=nqn, nsid=nsid)
 
-    def nvmf_subsystem_add_listener(self, *, nqn: str, listen_address: Address) -> bool:
-        return self._do(bool, "nvmf_subsystem_add_listener", nqn=nqn, listen_address=listen_address)
+    def nvmf_subsystem_add_listener(
+        self,
+        *,
+        nqn: str,
+        listen_address: Address,
+        allow_unsealed_memory: bool | None = None,
+        disable_msix: bool | None = None,
+    ) -> bool:
+        """``allow_unsealed_memory`` and ``disable_msix``: dpud only."""
+        return self._do(
+            bool,
+            "nvmf_subsystem_add_listener",
+            nqn=nqn,
+            listen_address=listen_address,
+            allow_unsealed_memory=allow_unsealed_memory,
+            disable_msix=disable_msix,
+        )
 
     def nvmf_subsystem_remove_listener(self, *, nqn: str, listen_address: Address) -> bool:
         return self._do(bool, "nvmf_subsystem_remove_listener", nqn=nqn, listen_address=listen_address)

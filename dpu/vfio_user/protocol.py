@@ -258,9 +258,9 @@ class Session:
             request.reply_fds = (region.fd,)
         if caps:
             info.flags |= RegionFlag.CAPS
+            info.cap_offset = fixed  # also where there is no room for them: QEMU takes nothing less than the size
             if asked.argsz < fixed + len(caps):
                 return bytes(info)  # argsz says how much to ask for
-            info.cap_offset = fixed
         return bytes(info) + caps
 
     async def _irq_info(self, request: _Request) -> bytes:

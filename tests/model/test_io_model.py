@@ -23,8 +23,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.support import front_ends
 from tests.support import nvme_driver as nv
 from tests.support.daemon import NS_4K, NS_512, NS_FILE, Daemon, Target
+from tests.support.front_ends import TRAPPED, FrontEnd
 from tests.support.nvme_driver import PAGE, Command, GuestRam, Nvme, SubmissionQueue
 
 BLOCK = {NS_512: 512, NS_4K: 4096, NS_FILE: 512}
@@ -46,11 +48,12 @@ class IoMachine(RuleBasedStateMachine):
     daemon: Daemon
     target: Target
     kills: bool
+    front_end: FrontEnd
 
     def __init__(self) -> None:
         super().__init__()
         self.ram = GuestRam(16 << 20)
-        self.nvme = Nvme(self.target.path, self.ram, vectors=4)
+        self.nvme = Nvme(self.target.path, self.ram, vectors=4, **self.front_end.connect)
         self.model = {nsid: bytearray(MODEL_BLOCKS * block) for nsid, block in BLOCK.items()}
         self.queues: list[SubmissionQueue] = []
         self.next = 0
@@ -64,7 +67,7 @@ class IoMachine(RuleBasedStateMachine):
 
     def _bring_up(self) -> None:
         self.nvme.enable()
-        if self.shadow:
+        if self.shadow and self.front_end.shadow:
             self.nvme.enable_shadow_doorbells()
         self.queues = [self.nvme.create_queue_pair(qid, depth) for qid, depth in enumerate(self.depths, 1)]
 
@@ -176,7 +179,7 @@ class IoMachine(RuleBasedStateMachine):
     @rule()
     def reconnect(self) -> None:
         self.nvme.close()
-        self.nvme = Nvme(self.target.path, self.ram, vectors=4)
+        self.nvme = Nvme(self.target.path, self.ram, vectors=4, **self.front_end.connect)
         self._bring_up()
 
     @invariant()
@@ -188,12 +191,13 @@ class IoMachine(RuleBasedStateMachine):
         self.ram.close()
 
 
-def run_machine(kills: bool, **options: Any) -> None:
+def run_machine(kills: bool, front_end: FrontEnd = TRAPPED, **options: Any) -> None:
     directory = Path(tempfile.mkdtemp(prefix="dpu-m-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         daemon = stack.enter_context(Daemon(directory, args=["--crash-limit", "0"]))
-        namespace = {"daemon": daemon, "target": daemon.standard_target(), "kills": kills}
+        target = daemon.standard_target(listener=front_end.listener)
+        namespace = {"daemon": daemon, "target": target, "kills": kills, "front_end": front_end}
         machine = type("Machine", (IoMachine,), namespace)
         chosen = settings(
             deadline=None, suppress_health_check=list(HealthCheck), print_blob=True, database=None, **options
@@ -215,6 +219,8 @@ def test_io_against_the_model_with_kills() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("front_end", front_ends.ALL, ids=lambda one: one.name)
 @pytest.mark.parametrize("kills", [False, True])
-def test_io_against_the_model_for_long(kills: bool) -> None:
-    run_machine(kills=kills, max_examples=300 if not kills else 60, stateful_step_count=60)
+def test_io_against_the_model_for_long(kills: bool, front_end: FrontEnd) -> None:
+    examples = (300 if front_end is TRAPPED else 60) // (5 if kills else 1)
+    run_machine(kills, front_end, max_examples=examples, stateful_step_count=60)

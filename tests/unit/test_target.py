@@ -411,6 +411,22 @@ def test_deleting_a_subsystem_frees_its_bdevs_and_socket(target: Target, directo
 # -- listeners
 
 
+def test_options_of_transport_and_listener_are_saved_and_kept(directory: Path) -> None:
+    """For a new worker, and (only where chosen) for save_config."""
+    kept = Kept()
+    first = Target(FakeHost(kept))
+    asyncio.run(first.create_subsystem(nqn=NQN))
+    asyncio.run(first.create_transport("VFIOUSER", Transport(force_mappable_bar0=True)))
+    asyncio.run(first.add_listener(nqn=NQN, trtype="VFIOUSER", traddr=str(directory), options={"disable_msix": True}))
+    (listener,) = adopt(kept)[0].subsystems[NQN].listeners.values()
+    assert (listener.disable_msix, listener.allow_unsealed_memory) == (True, False)
+    calls = {row["method"]: row["params"] for row in first.saved("nvmf")}
+    assert calls["nvmf_create_transport"]["force_mappable_bar0"] is True
+    added = calls["nvmf_subsystem_add_listener"]
+    assert added["disable_msix"] is True and "allow_unsealed_memory" not in added
+    kept.close()
+
+
 def test_listener_rules(target: Target, directory: Path, tmp_path: Path) -> None:
     def add(traddr: Path | str, nqn: str = NQN, trtype: str = "vfiouser") -> Awaitable[bool]:
         return target.add_listener(nqn=nqn, trtype=trtype, traddr=str(traddr))

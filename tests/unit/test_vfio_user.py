@@ -248,7 +248,8 @@ def test_region_info_without_windows(peer: Peer) -> None:
 
 def test_region_info_with_windows_is_asked_for_twice(peer: Peer) -> None:
     total = 32 + 16 + 2 * 16
-    assert peer.ask(region_info(32, 2)) == (0, struct.pack("<IIIIQQ", total, 0xF, 2, 0, 0x3000, 64))
+    # QEMU refuses a capability offset below the structure's size, also in an answer without room for capabilities.
+    assert peer.ask(region_info(32, 2)) == (0, struct.pack("<IIIIQQ", total, 0xF, 2, 32, 0x3000, 64))
     assert peer.session.reply_fds == (1,)
     error_no, payload = peer.ask(region_info(total, 2))
     assert (error_no, payload[:32]) == (0, struct.pack("<IIIIQQ", total, 0xF, 2, 32, 0x3000, 64))
