@@ -1,13 +1,12 @@
 """The `emu` command.
 
-`emu exec` ends with the exit code of its program, 128 + n for signal n; 125 where emu itself fails, 126 and 127 where
-the program cannot be run or is not there. Else:
 Exit codes: 0 it worked; 1 a workload failed; 2 the command line or the scenario is wrong; 3 this machine or its
-network lacks something; 130 interrupted (143: by SIGTERM).
+network lacks something; 130 interrupted (143: by SIGTERM). `emu exec` ends with the exit code of its program, 128 + n
+for signal n; 125 where emu itself fails, 126 and 127 where the program cannot be run or is not there.
 
 With --json, standard output is one JSON document, also when something goes wrong or is interrupted: then it is
-``{"ok": false, "error": {"message", "fix", "exit_code"}}``, with ``"problems": [{"where", "message"}]`` for a
-scenario. Progress goes to standard error.
+``{"ok": false, "error": {"message", "fix", "exit_code"}}``, in it ``"details"`` where logs tell more, beside it
+``"problems": [{"where", "message"}]`` for a scenario. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -481,8 +480,14 @@ def _exec(arguments: argparse.Namespace) -> int:
 
 def _cp(arguments: argparse.Namespace) -> int:
     from emu import attach, control
+    from emu.progress import Silent, make
 
-    attach.copy(control.find(arguments.lab), arguments.source, arguments.target)
+    progress = make() if sys.stderr.isatty() else Silent()
+    progress.step(f"Copying to {arguments.target}")
+    try:
+        attach.copy(control.find(arguments.lab), arguments.source, arguments.target)
+    finally:
+        progress.close()
     if arguments.json:
         _print_json({"ok": True})
     return OK
@@ -733,11 +738,10 @@ def _complain(error: EmuError, as_json: bool, code: int | None = None) -> int:
     from emu.scenario import ScenarioError
 
     code = code or (USAGE if isinstance(error, ScenarioError | UsageError) else ENVIRONMENT)
+    details = str(error).removeprefix(EmuError.__str__(error)).strip("\n")
     if as_json:
-        document: dict[str, Any] = {
-            "ok": False,
-            "error": {"message": error.message, "fix": error.hint, "exit_code": code},
-        }
+        told = {"message": error.message, "fix": error.hint, "exit_code": code}
+        document: dict[str, Any] = {"ok": False, "error": {**told, **({"details": details} if details else {})}}
         if isinstance(error, ScenarioError):
             document["problems"] = [{"where": one.where, "message": one.message} for one in error.problems]
         _print_json(document)
@@ -746,7 +750,6 @@ def _complain(error: EmuError, as_json: bool, code: int | None = None) -> int:
             print(f"emu: error: {line}", file=sys.stderr)
         if error.hint:
             print(f"  fix: {error.hint}", file=sys.stderr)
-        details = str(error).removeprefix(EmuError.__str__(error)).strip("\n")
         if details:
             print(details, file=sys.stderr)
     return code

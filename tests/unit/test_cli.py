@@ -122,7 +122,12 @@ def test_what_is_missing_on_the_machine_is_exit_code_3(
     report = json.loads(path.read_text())
     assert not report["ok"] and report["error"].startswith("no luck")
     if as_json:
-        document = {"message": "no luck", "fix": "get some", "exit_code": 3}
+        document = {
+            "message": "no luck",
+            "fix": "get some",
+            "exit_code": 3,
+            "details": "last console lines:\n  panic",
+        }
         assert json.loads(said.out) == {"ok": False, "error": document}
     else:
         assert said.err.endswith("emu: error: no luck\n  fix: get some\nlast console lines:\n  panic\n")

@@ -145,6 +145,25 @@ def test_input_for_a_program_that_has_ended_is_over(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+def test_input_that_a_program_has_closed_is_dropped(tmp_path: Path) -> None:
+    asked = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal asked
+        for _ in range(10):
+            asked += 1
+            yield bytes(65536)
+
+    async def scenario(port: Port, guest: Guest) -> None:
+        program = f"exec 0<&-; while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; exit 4"
+        running = asyncio.ensure_future(guest.exec(["sh", "-c", program], input=pieces()))
+        await until(lambda: asked == 10)
+        (tmp_path / "go").touch()
+        assert (await running).code == 4
+
+    run(tmp_path, scenario)
+
+
 def test_a_program_whose_output_is_not_taken_is_stopped(tmp_path: Path) -> None:
     async def scenario(port: Port, guest: Guest) -> None:
         got, taken = 0, asyncio.Event()
