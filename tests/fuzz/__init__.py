@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of what strangers can send us. See targets.py."""
