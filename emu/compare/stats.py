@@ -8,7 +8,10 @@ Use::
     low, middle, high = paired_shift(differences)    # Hodges-Lehmann estimate and its interval
     adjusted = benjamini_hochberg([p, ...])
 
-Ranks, not means, because on a shared host a few runs are far off. All p-values are two-sided and exact, ties
+Ranks, not means, because on a shared host a few runs are far off; and of pairs the ranks of the greater half count
+alike (``CAP``), because one pair that is far off the wrong way would weigh most of all: with the noise of a loaded
+host 24 pairs find 5 % at p < 0.001 in 98 % of trials instead of 89 %, with normal noise in 76 % instead of 82 %. A
+permutation test is exact with any such scores. All p-values are two-sided and exact, ties
 included (mid-ranks; no normal approximation), by counting sums of doubled ranks.
 
 Limits: the work grows with the cube of the number of runs; some hundreds are fine.
@@ -27,19 +30,20 @@ from collections.abc import Sequence
 from math import comb, inf
 from statistics import median
 
+CAP = 0.5
+
 Interval = tuple[float, float, float]
 """(low, estimate, high)"""
 
 
-def signed_rank(differences: Sequence[float]) -> float:
+def signed_rank(differences: Sequence[float], cap: float = CAP) -> float:
     """The p-value of "positive and negative differences are alike": exact under all flips of signs.
 
-    Pairs without a difference say nothing and are left out; 1.0 when none is left.
+    Pairs without a difference say nothing and are left out; 1.0 when none is left. ``cap``: ranks above this part of
+    their number count as much as that one; 1.0 is Wilcoxon's test.
     """
-    used = [one for one in differences if one]
-    ranks = _doubled_ranks([abs(one) for one in used])
-    positive = sum(rank for rank, one in zip(ranks, used) if one > 0)
-    return _two_sided(_subset_sums(ranks), positive)
+    scores = _scores(differences, cap)
+    return _two_sided(_subset_sums([abs(score) for score in scores]), sum(score for score in scores if score > 0))
 
 
 def rank_sum(base: Sequence[float], new: Sequence[float]) -> float:
@@ -72,7 +76,7 @@ def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
 
 
 def paired_shift(differences: Sequence[float], confidence: float = 0.95) -> Interval:
-    """Median of the pairwise means of the differences, with the interval that belongs to :func:`signed_rank`.
+    """Median of the pairwise means of the differences, with the interval that belongs to Wilcoxon's test.
 
     Too few differences for the confidence give an interval without ends.
     """
@@ -91,12 +95,10 @@ def shift(base: Sequence[float], new: Sequence[float], confidence: float = 0.95)
     return _interval(differences, sums[len(new) * (len(new) + 1) // 2 :], confidence)
 
 
-def rank_biserial(differences: Sequence[float]) -> float:
+def rank_biserial(differences: Sequence[float], cap: float = CAP) -> float:
     """Effect size of pairs: the share of rank that speaks for "more" less the share for "less"; -1 to 1."""
-    used = [one for one in differences if one]
-    ranks = _doubled_ranks([abs(one) for one in used])
-    signed = sum(rank if one > 0 else -rank for rank, one in zip(ranks, used))
-    return signed / sum(ranks) if ranks else 0.0
+    scores = _scores(differences, cap)
+    return sum(scores) / sum(abs(score) for score in scores) if scores else 0.0
 
 
 def cliffs_delta(base: Sequence[float], new: Sequence[float]) -> float:
@@ -114,6 +116,14 @@ def upper_bound(found: int, trials: int, confidence: float = 0.95) -> float:
         chance = sum(comb(trials, k) * rate**k * (1 - rate) ** (trials - k) for k in range(found + 1))
         low, high = (rate, high) if chance > 1 - confidence else (low, rate)
     return high
+
+
+def _scores(differences: Sequence[float], cap: float) -> list[int]:
+    """Of each difference that is one its doubled rank by size, at most ``cap`` of the greatest, with its sign."""
+    used = [one for one in differences if one]
+    ranks = _doubled_ranks([abs(one) for one in used])
+    most = max(round(2 * len(used) * cap), 1)
+    return [min(rank, most) if one > 0 else -min(rank, most) for rank, one in zip(ranks, used)]
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:

@@ -25,15 +25,15 @@ def mid_ranks(numbers: list[float]) -> list[float]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(values, min_size=1, max_size=8))
-def test_signed_rank_is_the_enumeration_of_all_flips(differences: list[float]) -> None:
+@given(st.lists(values, min_size=1, max_size=8), st.sampled_from([0.5, 1.0]))
+def test_signed_rank_is_the_enumeration_of_all_flips(differences: list[float], cap: float) -> None:
     used = [one for one in differences if one]
-    ranks = mid_ranks([abs(one) for one in used])
+    ranks = [min(rank, len(used) * cap) for rank in mid_ranks([abs(one) for one in used])]
     middle = sum(ranks) / 2
     seen = abs(sum(rank for rank, one in zip(ranks, used) if one > 0) - middle)
     flips = list(product((0, 1), repeat=len(used)))
     far = sum(abs(sum(rank * up for rank, up in zip(ranks, flip)) - middle) >= seen for flip in flips)
-    assert stats.signed_rank(differences) == pytest.approx(far / len(flips))
+    assert stats.signed_rank(differences, cap) == pytest.approx(far / len(flips))
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,7 +51,7 @@ def test_published_values() -> None:
     before = [1.83, 0.50, 1.62, 2.48, 1.68, 1.88, 1.55, 3.06, 1.30]
     after = [0.878, 0.647, 0.598, 2.05, 1.06, 1.29, 1.06, 3.14, 1.29]
     differences = [b - a for a, b in zip(before, after)]
-    assert stats.signed_rank(differences) == pytest.approx(2 * 0.0195, abs=1e-4)
+    assert stats.signed_rank(differences, cap=1) == pytest.approx(2 * 0.0195, abs=1e-4)
     low, estimate, high = stats.paired_shift(differences, 0.95)
     assert estimate == pytest.approx(-0.46, abs=0.005)
     assert (low, high) == (pytest.approx(-0.786, abs=0.001), pytest.approx(-0.010, abs=0.001))
@@ -112,6 +112,12 @@ def test_extremes() -> None:
     for call in (lambda: stats.rank_sum([], [1]), lambda: stats.shift([1], []), lambda: stats.paired_shift([])):
         with pytest.raises(ValueError):
             call()
+
+
+def test_pairs_that_are_far_off_do_not_decide() -> None:
+    differences = [*(0.04 + 0.001 * index for index in range(22)), -0.3, -0.2]
+    assert stats.signed_rank(differences) < 0.0005 < 0.001 < stats.signed_rank(differences, cap=1)
+    assert stats.rank_biserial(differences) > stats.rank_biserial(differences, cap=1) > 0
 
 
 def test_an_interval_keeps_its_confidence() -> None:

@@ -145,6 +145,12 @@ def test_numbers_that_are_shown_are_those_of_the_merge() -> None:
     assert sum(row.startswith(f"read{2 * count:,}") for row in rows) == 1
 
 
+def test_one_device_has_nothing_to_merge() -> None:
+    of = full_report()
+    of.workloads.pop()
+    assert of.to_json()["merged"] == []
+
+
 def test_text_cannot_become_markup() -> None:
     of = full_report()
     of.name = of.error = of.notes[0] = of.workloads[0].name = of.workloads[1].error = HOSTILE

@@ -125,6 +125,17 @@ def test_fio_turns_its_parameters_into_a_command_and_its_json_into_samples() -> 
         result.value("iops", "write")
 
 
+def test_the_windows_of_a_log_are_those_that_the_job_wants(tmp_path: Path) -> None:
+    job = tmp_path / "my.fio"
+    job.write_text("[global]\nlog_avg_msec=250\n[job]\n")
+    report = FIO_REPORT.replace('"jobs"', '"global options": {"log_avg_msec": "250"}, "jobs"')
+    guest = fio_guest(report)
+    guest.answers.insert(0, ("_iops.log", Answer(stdout=b"1250, 7, 0, 0, 0\n1500, 8, 0, 0, 0\n")))
+    guest.answers.insert(1, ("_bw.log", Answer(code=1)))
+    (iops,) = run(guest, "fio", job=str(job)).series
+    assert iops.points == ((0.25, 7), (0.5, 8))
+
+
 @pytest.mark.parametrize(
     ("params", "expected"),
     [({}, "--runtime=10000ms"), ({"size": "64M"}, "--size=67108864"), ({"rate_iops": 5}, "--rate_iops=5")],

@@ -55,6 +55,12 @@ async def test_fio(the_lab: Lab) -> None:
     assert 0 < reads.value("clat_p50", "read") <= reads.value("clat_p99", "read") <= reads.value("clat_max", "read")
     writes = passed(await workload(the_lab, "fio", rw="write", size="8M", nsid=2, **parameters))
     assert writes.value("ios", "write") == 2048
+    # What the card counted, and what fio counted: the same, and the merged histogram has every command.
+    assert reads.card["io"]["num_read_ops"] == reads.value("ios", "read") == reads.histograms[0].count
+    assert (writes.card["io"]["bytes_written"], writes.card["io"]["bytes_read"]) == (8 << 20, 0)
+    assert reads.card["complete"] and reads.card["cpu_ns"] > 0 and reads.card["serve_ns"] > 0
+    assert sum(count for _, count in reads.card["latency"]) == reads.card["commands"]
+    assert {one.metric for one in reads.series} == {"iops", "bw_bytes"}
 
 
 async def test_fio_job_file(the_lab: Lab, tmp_path: Path) -> None:
@@ -151,7 +157,7 @@ def test_run_without_a_scenario(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "out").iterdir()
     left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     assert {
-        *("report.json", "workloads/01-fio/fio.json", "lab/card/dpud.log"),
+        *("report.json", "report.html", "workloads/01-fio/fio.json", "lab/card/dpud.log"),
         *("lab/guest/console.log", "lab/guest/dmesg.txt", "lab/guest/qemu.txt"),
     } <= left
 
