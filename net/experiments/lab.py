@@ -100,7 +100,7 @@ class Lab:
         self.plane_bdp_bytes = fabric.host_rate_bps * rtt_ps // (8 * 10**12)
         self.network = Network(fabric, self._switch_settings(bare), seed)
         self.qp = self._qp_settings(rtt_ps // 1000, change)
-        self.posted_chunks = 2 + 3 * self.plane_bdp_bytes * fabric.planes // CHUNK_BYTES
+        self.posted_chunks = 2 + 10 * self.plane_bdp_bytes * fabric.planes // CHUNK_BYTES
         self.paths = PathSettings(
             active=1 if not self.variant.spray else active,
             ev_min_active=1,

@@ -208,6 +208,9 @@ class Endpoint:
         elif datagram.trimmed:
             self.counters["trimmed control"] += 1  # and not answered, as UET 1.0.3 has it
         elif bth.opcode == Opcode.PROBE:
+            yield from self.peers[datagram.peer].on_data(
+                now_ns
+            )  # first: a way back that is dead would lose the answer
             yield pair.responder.on_probe(datagram)
         elif bth.opcode == Opcode.SACK:
             seth, state = headers

@@ -82,7 +82,7 @@ class Peer:
         return self._plane_of(ev) not in self.closed | self.down
 
     def on_data(self, now_ns: int) -> Iterator[Datagram]:
-        """Data came in: a probe if it is time for one."""
+        """Data or a reliability probe came in: an EV probe if it is time for one."""
         if self._probe_ns is None:
             self._probe_ns = now_ns + self._interval_ns
         if now_ns < self._probe_ns:

@@ -10,7 +10,7 @@ No I/O, no clock. What is known of a packet decides what becomes of it:
     SACK shows it missing            lost: sent again at once; that EV is suspected (a path keeps its order)
     nothing heard for the timeout    lost; that EV is suspected, unless nothing at all was heard of the peer since the
                                      packet was sent (then it may be the peer); counts on the retry budget
-    other NACKs                      waits for its timeout, which then suspects nothing; counts on the budget
+    other NACKs                      waits until it is lost by one of these rules, which then suspects nothing
     NACK UNEXP_EVENT, budget spent   the queue pair is in error, every request completes with it
 
 A NACK counts only when it reflects the EV and the time stamp of the last transmission of its packet. So a third party
@@ -18,8 +18,10 @@ that sends the responder a write with a wrong key in our name, to have it end ou
 responder's NACK of the forgery is dropped here. (A forger who sees our packets, or forges acknowledgements, is not
 stopped; nothing in MRC authenticates a packet, and regions are guarded by their keys alone.)
 
-A gap in the sequence alone never means loss. Halfway to a timeout a reliability probe asks for a SACK, so that lost
-SACKs do not look like lost packets; so does one when a full window keeps back what is to be sent again.
+A gap in the sequence alone never means loss. A probe keeps its place on its path, too: sent on the EV of a missing
+packet, its answer tells of it. So when there is nothing else to send, the EVs of gaps are probed at once. Halfway to
+a timeout a reliability probe asks for a SACK, so that lost SACKs do not look like lost packets; so does one when a
+full window keeps back what is to be sent again.
 
 Numbers inside are counts from 0; they become 24-bit PSNs at the edge.
 How much is in flight is net.mrc.congestion's to say. A request completes when everything up to its last packet is
@@ -63,6 +65,7 @@ from net.mrc.wire import (
 )
 
 SACK_BITS = 64
+PROBES_MAX = 256
 OVERHEAD_BYTES_MAX = 14 + 132 + 3
 """Of a write behind two IPv6 headers: Ethernet, all headers with ICRC, padding."""
 
@@ -139,6 +142,7 @@ class _Sent:
     blameless: bool = False
     stamp: int = 0
     sent_ns: int = 0
+    doubted: bool = False
 
 
 class Requestor:
@@ -177,6 +181,8 @@ class Requestor:
         self._asking: int | None = None  # a packet in flight that asked for a SACK because the window was full
         self._probes: dict[int, int] = {}  # probe id -> EV, of probes of suspected EVs
         self._probe_id = 0
+        self._probe_orders: dict[int, tuple[int, int]] = {}  # probe id -> EV and order
+        self._doubted: set[int] = set()  # EVs of gaps, to be probed
 
     # Posting.
 
@@ -206,6 +212,10 @@ class Requestor:
             yield from self._expire(now_ns)
         if self.error is None:
             yield from self._probe_suspects(now_ns)
+            for ev in sorted(self._doubted):
+                self.counters["gap probes"] += 1
+                yield self._probe(now_ns, ev)
+            self._doubted.clear()
             yield from self._send_again(now_ns)
             yield from self._send_new(now_ns)
 
@@ -223,6 +233,7 @@ class Requestor:
                 return
             number = heapq.heappop(self._again)
             sent.ev, sent.again, sent.waiting, sent.blameless = ev, True, False, False
+            sent.doubted = False
             self.counters["retransmitted"] += 1
             yield self._transmit(now_ns, number, sent)
 
@@ -366,6 +377,9 @@ class Requestor:
         half_ns = self.settings.timeout_ns // 2
         if self._timers and self._asked_ns is None and now_ns >= self._news_ns + half_ns:
             yield from self._probe_for_sack(now_ns)
+            oldest = next((sent for sent in self._outstanding.values() if not sent.waiting), None)
+            if oldest is not None:
+                self._doubted.add(oldest.ev)
 
     def _probe_for_sack(self, now_ns: int) -> Iterator[Datagram]:
         self._asked_ns = now_ns
@@ -378,12 +392,16 @@ class Requestor:
         for ev in self.paths.probes_due(now_ns):
             probe = self._probe(now_ns, ev)
             self._probes[self._probe_id] = ev
-            while len(self._probes) > 256:
+            while len(self._probes) > PROBES_MAX:
                 del self._probes[next(iter(self._probes))]
             yield probe
 
     def _probe(self, now_ns: int, ev: int) -> Datagram:
         self._probe_id = self._probe_id + 1 & 0xFFFF
+        self._order += 1
+        self._probe_orders[self._probe_id] = (ev, self._order)
+        if len(self._probe_orders) > PROBES_MAX:
+            del self._probe_orders[next(iter(self._probe_orders))]
         identity = self.identity
         peth = Peth(
             probe_id=self._probe_id,
@@ -416,8 +434,8 @@ class Requestor:
         rtt_ns = (now_ns // TIMESTAMP_NS - state.tx_timestamp & 0xFFFF) * TIMESTAMP_NS
         self.window.on_ack(now_ns, newly, rtt_ns, seth.m != EcnMark.NONE, self.inflight_bytes)
         self.window.on_receiver(state.rcv_cwnd_pen, bool(state.restore_cwnd), newly)
-        if self._is_newest(state.rcvd_bytes):
-            self._find_lost(now_ns, base, seth.bitmap)
+        if self._is_newest(state.rcvd_bytes, bool(seth.pr)):
+            self._find_lost(now_ns, base, seth.bitmap, bool(seth.pr))
         self._finish()
 
     def on_acknowledge(self, now_ns: int, psn: int, aeth: Aeth) -> None:
@@ -450,6 +468,8 @@ class Requestor:
 
     def _on_mark(self, now_ns: int, seth: Seth) -> None:
         if seth.pr:
+            way, order = self._probe_orders.pop(seth.probe_id, (0, 0))
+            self._acked_order[way] = max(order, self._acked_order.get(way, 0))
             ev = self._probes.pop(seth.probe_id, None)
             if ev is not None:
                 self.paths.probed(ev, marked=seth.m == EcnMark.SKIP_ONCE)
@@ -459,21 +479,34 @@ class Requestor:
         elif seth.m == EcnMark.ALWAYS_SKIP:
             self.paths.suspect(seth.entropy, now_ns)
 
-    def _is_newest(self, rcvd_bytes: int) -> bool:
-        """Whether a SACK was made after all others seen: its count of what arrived, modulo 2^24, is ahead."""
-        if self._newest_rcvd is not None and psn_distance(rcvd_bytes, self._newest_rcvd) <= 0:
+    def _is_newest(self, rcvd_bytes: int, probed: bool) -> bool:
+        """Whether a SACK was made after all others seen: its count of what arrived, modulo 2^24, is ahead.
+
+        The answer to a probe may have the same count: nothing has arrived since.
+        """
+        if self._newest_rcvd is not None and psn_distance(rcvd_bytes, self._newest_rcvd) < (not probed):
             return False
         self._newest_rcvd = rcvd_bytes
         return True
 
-    def _find_lost(self, now_ns: int, base: int, bitmap: int) -> None:
-        """What the newest SACK shows missing although something later on the same EV has arrived."""
+    def _find_lost(self, now_ns: int, base: int, bitmap: int, probed: bool) -> None:
+        """What the newest SACK shows missing although something later on the same EV has arrived.
+
+        What else it shows missing is doubted, if nothing will follow: a gap, or anything in the answer to a probe.
+        """
+        idle = not (self._requests or self._again)
         for bit in range(SACK_BITS):
             sent = None if bitmap >> bit & 1 else self._outstanding.get(base + bit)
-            if sent is None or sent.waiting or sent.order >= self._acked_order.get(sent.ev, 0):
+            if sent is None or sent.waiting:
+                continue
+            if sent.order >= self._acked_order.get(sent.ev, 0):
+                if idle and (probed or bitmap >> bit) and not sent.doubted:
+                    sent.doubted = True
+                    self._doubted.add(sent.ev)
                 continue
             self.counters["inferred"] += 1
-            self.paths.suspect(sent.ev, now_ns)
+            if not sent.blameless:
+                self.paths.suspect(sent.ev, now_ns)
             self.window.on_loss(now_ns, sent.size_bytes, self.inflight_bytes)
             self._lose(base + bit, sent)
 
