@@ -8,8 +8,8 @@ No I/O, no clock. What is known of a packet decides what becomes of it:
     sent earlier on the same EV than
     one acknowledged, and a newer
     SACK shows it missing            lost: sent again at once; that EV is suspected (a path keeps its order)
-    nothing heard for the timeout    lost; that EV is suspected, unless nothing at all was heard of the peer since the
-                                     packet was sent (then it may be the peer); counts on the retry budget
+    nothing heard for the timeout    lost; that EV is suspected, unless nothing sent later is known to have arrived by
+                                     any path (then it may be the peer); counts on the retry budget
     other NACKs                      waits until it is lost by one of these rules, which then suspects nothing
     NACK UNEXP_EVENT, budget spent   the queue pair is in error, every request completes with it
 
@@ -141,7 +141,6 @@ class _Sent:
     waiting: bool = False
     blameless: bool = False
     stamp: int = 0
-    sent_ns: int = 0
     doubted: bool = False
 
 
@@ -176,7 +175,7 @@ class Requestor:
         self._newest_rcvd: int | None = None
         self._acked_order: dict[int, int] = {}  # by EV: the latest transmission known to have arrived
         self._news_ns = 0
-        self._heard_ns = -1
+        self._arrived_order = 0  # the latest transmission, by whatever path, known to have arrived
         self._asked_ns: int | None = None
         self._asking: int | None = None  # a packet in flight that asked for a SACK because the window was full
         self._probes: dict[int, int] = {}  # probe id -> EV, of probes of suspected EVs
@@ -317,7 +316,6 @@ class Requestor:
             ask, self._asking = True, number  # once per window: a full window is nothing special
         bth = sent.message.bth._replace(psn=self._psn(number), rtx=int(sent.again), a=int(ask))
         meth, _, *rest = sent.message.headers
-        sent.sent_ns = now_ns
         sent.stamp = now_ns // TIMESTAMP_NS & 0xFFFF
         return Datagram(
             self.identity.peer, sent.ev, Message(bth, (meth, Tseth(sent.stamp), *rest), sent.message.payload)
@@ -370,7 +368,7 @@ class Requestor:
                 self.fail(Status.RETRY_EXCEEDED)
                 return
             self.counters["timeouts"] += 1
-            if not sent.blameless and self._heard_ns > sent.sent_ns:
+            if not sent.blameless and self._arrived_order > sent.order:
                 self.paths.suspect(sent.ev, now_ns)
             self.window.on_loss(now_ns, sent.size_bytes, self.inflight_bytes)
             self._lose(timer[2], sent)
@@ -419,8 +417,7 @@ class Requestor:
         if cumulative > self._next:
             self.counters["bad sack"] += 1
             return
-        self._news_ns = self._heard_ns = now_ns
-        self._asked_ns = None
+        self._news_ns, self._asked_ns = now_ns, None
         before = self.inflight_bytes
         self._acknowledge_below(cumulative)
         base = cumulative - 1 + seth.sack_offset
@@ -444,8 +441,7 @@ class Requestor:
         if cumulative > self._next or aeth.syndrome >> 5:
             self.counters["bad acknowledge"] += 1
             return
-        self._news_ns = self._heard_ns = now_ns
-        self._asked_ns = None
+        self._news_ns, self._asked_ns = now_ns, None
         before = self.inflight_bytes
         self._acknowledge_below(cumulative)
         self.window.on_ack(now_ns, before - self.inflight_bytes, None, False, self.inflight_bytes)
@@ -464,12 +460,16 @@ class Requestor:
         if not sent.waiting:
             self.inflight_bytes -= sent.size_bytes
         if not sent.again:  # else it is not known which transmission arrived
-            self._acked_order[sent.ev] = max(sent.order, self._acked_order.get(sent.ev, 0))
+            self._note_arrival(sent.ev, sent.order)
+
+    def _note_arrival(self, ev: int, order: int) -> None:
+        self._acked_order[ev] = max(order, self._acked_order.get(ev, 0))
+        self._arrived_order = max(order, self._arrived_order)
 
     def _on_mark(self, now_ns: int, seth: Seth) -> None:
         if seth.pr:
             way, order = self._probe_orders.pop(seth.probe_id, (0, 0))
-            self._acked_order[way] = max(order, self._acked_order.get(way, 0))
+            self._note_arrival(way, order)
             ev = self._probes.pop(seth.probe_id, None)
             if ev is not None:
                 self.paths.probed(ev, marked=seth.m == EcnMark.SKIP_ONCE)
@@ -512,7 +512,6 @@ class Requestor:
 
     def on_nack(self, now_ns: int, neth: Neth) -> None:
         """A NACK of one packet."""
-        self._heard_ns = now_ns
         number = self._number(neth.nack_psn)
         sent = self._outstanding.get(number)
         self.counters["nacks"] += 1
