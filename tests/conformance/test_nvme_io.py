@@ -361,7 +361,7 @@ def test_invalid_namespace(nvme: Nvme, queue: SubmissionQueue, opcode: int) -> N
     assert count <= MAX_NAMESPACES
 
 
-@pytest.mark.parametrize("opcode", [0x03, 0x04, 0x06, 0x07, 0x0A, 0x0D, 0x7F, 0x80, 0xC0, 0xFF])
+@pytest.mark.parametrize("opcode", [0x03, 0x06, 0x07, 0x0A, 0x0D, 0x7F, 0x80, 0xC0, 0xFF])
 def test_invalid_opcode(nvme: Nvme, queue: SubmissionQueue, opcode: int) -> None:
     completion = nvme.execute(queue, opcode, nsid=NS_512, prp1=nvme.ram.alloc(PAGE))
     assert completion.status == nv.INVALID_OPCODE
@@ -658,6 +658,8 @@ def test_queue_without_interrupts(nvme: Nvme) -> None:
 
 
 def test_completion_queues_that_share_a_vector(nvme: Nvme) -> None:
+    if len(nvme.eventfds) == 1:
+        pytest.skip("there is one vector")
     first, second = nvme.create_queue_pair(1, 16, vector=3), nvme.create_queue_pair(2, 16, vector=3)
     for _ in range(20):
         for queue in (first, second):
