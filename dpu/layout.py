@@ -464,4 +464,5 @@ KILL_POINTS: Final = {
     "before_eventfd": 7,
     "in_loop": 8,
     "uring_submitted": 9,
+    "segment_written": 10,
 }

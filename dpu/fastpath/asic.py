@@ -183,6 +183,7 @@ _SQE_COPIED, _EXECUTED, _CQE_HALF = (
 )
 _CQE_WRITTEN, _BEFORE_EVENTFD = KILL_POINTS["cqe_written"], KILL_POINTS["before_eventfd"]
 _IN_LOOP, _URING_SUBMITTED = KILL_POINTS["in_loop"], KILL_POINTS["uring_submitted"]
+_SEGMENT_WRITTEN = KILL_POINTS["segment_written"]
 
 
 @inlined
@@ -646,6 +647,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
                 copy(segments[i].host, host, size)
             elif op == _WRITE:
                 copy(host, segments[i].host, size)
+                kill_at(p, _SEGMENT_WRITTEN)
             elif differ(host, segments[i].host, size):
                 return _COMPARE_FAILURE
             host += size

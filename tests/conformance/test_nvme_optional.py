@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 
 from tests.support import nvme_driver as nv
 from tests.support.daemon import NS_4K, NS_512, NS_FILE, NS_NULL, NULL_BYTES, STANDARD_BYTES, Daemon, RpcError
-from tests.support.nvme_driver import PAGE, Nvme, SubmissionQueue
+from tests.support.nvme_driver import PAGE, GuestRam, Nvme, SubmissionQueue
 
 BLOCK = {NS_512: 512, NS_4K: 4096, NS_NULL: 512, NS_FILE: 512}
 BLOCKS = {nsid: (NULL_BYTES if nsid == NS_NULL else STANDARD_BYTES) // block for nsid, block in BLOCK.items()}
@@ -243,6 +245,47 @@ def test_copies_are_whole_over_deaths(daemon: Daemon, nvme: Nvme, queue: Submiss
         assert all(one.status == nv.OK for one in commands), turn
         for n in range(20):
             assert nvme.read(queue, nsid, 1000 + 64 * n, 64 * block, block=block) == data
+
+
+# --- atomic writes (2.1.4)
+
+
+@pytest.mark.parametrize("then", ["reset", "nothing"])
+def test_writes_are_whole_over_deaths(then: str) -> None:
+    """NAWUPF of the memory namespace: 256 KiB. The worker dies in such a write, which is then dropped, or not."""
+    directory = Path(tempfile.mkdtemp(prefix="dpu-k-"))
+    ram, pages = GuestRam(8 << 20), 64
+    try:
+        with Daemon(directory, env={"DPU_EMU_KILL_AT": "segment_written:30"}) as daemon:
+            path, first = daemon.standard_target().path, daemon.worker_pid()
+            nvme = Nvme(path, ram, vectors=4)
+            nvme.enable()
+            identity = nvme.identify(0, NS_512)
+            assert (
+                identity[24] & 2 and int.from_bytes(identity[36:38], "little") + 1 == pages * PAGE // 512
+            )  # 0's based
+            queue = nvme.create_queue_pair(1, 8)
+            base = ram.alloc(2 * pages * PAGE)  # every other page, so that there is a segment for each
+            places = [base + 2 * PAGE * n for n in range(pages)]
+            for n, place in enumerate(places):
+                ram.view(place, PAGE)[:] = bytes([n + 1]) * PAGE
+            prp1, prp2, lists = nvme.prps_of_pages(places[0], places[1:])
+            cdw = [0, 0, pages * PAGE // 512 - 1]
+            command = nvme.submit(queue, nv.WRITE, nsid=NS_512, prp1=prp1, prp2=prp2, cdw=cdw, pages=lists)
+            if then == "nothing":
+                nvme.wait(command)
+                assert command.status == nv.OK
+            else:
+                nvme.enable()
+            assert daemon.worker_pid() != first, "the worker has not died"
+            if then != "nothing":
+                queue = nvme.create_queue_pair(1, 8)
+            found = nvme.read(queue, NS_512, 0, pages * PAGE)
+            assert found in (bytes(pages * PAGE), b"".join(bytes([n + 1]) * PAGE for n in range(pages)))
+            nvme.close()
+    finally:
+        ram.close()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 # --- Get LBA Status, LBA Status Information (4.2.1, 4.1.4.5)

@@ -1,6 +1,7 @@
-"""Hypothesis drives a controller against a naive model: one bytearray for each namespace.
+"""Hypothesis drives a controller against a naive model: one bytearray and one set of bad blocks for each namespace.
 
-Rules mix transfers of any size and alignment on several queues with resets of the controller and kills of the worker.
+Rules mix transfers of any size and alignment, Copy and Write Uncorrectable, on several queues, with resets of the
+controller and kills of the worker.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class IoMachine(RuleBasedStateMachine):
         self.ram = GuestRam(16 << 20)
         self.nvme = Nvme(self.target.path, self.ram, vectors=4, **self.front_end.connect)
         self.model = {nsid: bytearray(MODEL_BLOCKS * block) for nsid, block in BLOCK.items()}
+        self.bad: dict[int, set[int]] = {nsid: set() for nsid in BLOCK}  # marked by Write Uncorrectable
         self.queues: list[SubmissionQueue] = []
         self.next = 0
 
@@ -89,14 +91,56 @@ class IoMachine(RuleBasedStateMachine):
         status = self.nvme.io(self._queue(), nv.WRITE, nsid, start, buffer, block=BLOCK[nsid], fua=fua)
         assert status == nv.OK
         self.model[nsid][part] = content(seed, len(buffer))
+        self.bad[nsid] -= set(range(start, start + count))
         self.ram.free_buffer(buffer)
+
+    def _reads(self, nsid: int, start: int, count: int) -> int:
+        """The status of what reads these blocks."""
+        return nv.UNRECOVERED_READ_ERROR if self.bad[nsid] & set(range(start, start + count)) else nv.OK
+
+    @rule(nsid=namespaces, start=starts, count=counts)
+    def write_uncorrectable(self, nsid: int, start: int, count: int) -> None:
+        count, _ = self._extent(nsid, start, count)
+        assert self.nvme.blocks(self._queue(), nv.WRITE_UNCORRECTABLE, nsid, start, count) == nv.OK
+        self.bad[nsid] |= set(range(start, start + count))
+
+    @rule(nsid=namespaces, start=starts, count=counts)
+    def verify(self, nsid: int, start: int, count: int) -> None:
+        count, _ = self._extent(nsid, start, count)
+        assert self.nvme.blocks(self._queue(), nv.VERIFY, nsid, start, count) == self._reads(nsid, start, count)
+
+    @rule(nsid=namespaces)
+    def lba_status(self, nsid: int) -> None:
+        condition, found = self.nvme.lba_status(nsid, 0, MODEL_BLOCKS, room=MODEL_BLOCKS)
+        assert {block for lba, run, _ in found for block in range(lba, lba + run)} == self.bad[nsid]
+        assert condition == 2
+
+    @rule(nsid=namespaces, to=starts, ranges=st.lists(st.tuples(starts, counts), min_size=1, max_size=5))
+    def copy(self, nsid: int, to: int, ranges: list[tuple[int, int]]) -> None:
+        """Sources that the target does not touch, as far as there is room behind it."""
+        block, room, chosen = BLOCK[nsid], MODEL_BLOCKS - to, []
+        total = sum(count for _, count in ranges)
+        for start, count in ranges:
+            count = min(self._extent(nsid, start, count)[0], room)
+            if count and not (start < to + total and to < start + count):
+                chosen.append((start, count))
+                room -= count
+        if not chosen:
+            return
+        status = max(self._reads(nsid, *one) for one in chosen)
+        assert self.nvme.copy(self._queue(), nsid, to, chosen).status == status
+        if status == nv.OK:
+            data = b"".join(self.model[nsid][start * block : (start + count) * block] for start, count in chosen)
+            self.model[nsid][to * block : to * block + len(data)] = data
+            self.bad[nsid] -= set(range(to, to + len(data) // block))
 
     @rule(nsid=namespaces, start=starts, count=counts, offset=offsets)
     def read(self, nsid: int, start: int, count: int, offset: int) -> None:
         count, part = self._extent(nsid, start, count)
         buffer = self.ram.buffer(count * BLOCK[nsid], offset)
-        assert self.nvme.io(self._queue(), nv.READ, nsid, start, buffer, block=BLOCK[nsid]) == nv.OK
-        assert buffer.bytes() == self.model[nsid][part]
+        status = self.nvme.io(self._queue(), nv.READ, nsid, start, buffer, block=BLOCK[nsid])
+        assert status == self._reads(nsid, start, count)
+        assert status or buffer.bytes() == self.model[nsid][part]
         self.ram.free_buffer(buffer)
 
     @rule(nsid=namespaces, start=starts, count=counts, deallocate=st.booleans())
@@ -104,6 +148,7 @@ class IoMachine(RuleBasedStateMachine):
         count, part = self._extent(nsid, start, count)
         assert self.nvme.write_zeroes(self._queue(), nsid, start, count, deallocate=deallocate) == nv.OK
         self.model[nsid][part] = bytes(count * BLOCK[nsid])
+        self.bad[nsid] -= set(range(start, start + count))
 
     @rule(nsid=namespaces, ranges=st.lists(st.tuples(starts, counts), min_size=1, max_size=5))
     def trim(self, nsid: int, ranges: list[tuple[int, int]]) -> None:
@@ -111,6 +156,7 @@ class IoMachine(RuleBasedStateMachine):
         assert self.nvme.dsm(self._queue(), nsid, fitting) == nv.OK
         for start, count in fitting:
             self.model[nsid][self._extent(nsid, start, count)[1]] = bytes(count * BLOCK[nsid])
+            self.bad[nsid] -= set(range(start, start + count))
 
     @rule(nsid=namespaces, start=starts, count=counts, flip=st.one_of(st.none(), seeds))
     def compare(self, nsid: int, start: int, count: int, flip: int | None) -> None:
@@ -119,7 +165,7 @@ class IoMachine(RuleBasedStateMachine):
         if flip is not None:
             data[flip % len(data)] ^= 1 << flip % 8
         status = self.nvme.compare(self._queue(), nsid, start, bytes(data), block=BLOCK[nsid])
-        assert status == (nv.OK if flip is None else nv.COMPARE_FAILURE)
+        assert status == (self._reads(nsid, start, count) or (nv.OK if flip is None else nv.COMPARE_FAILURE))
 
     @rule(nsid=st.one_of(namespaces, st.just(0xFFFFFFFF)))
     def flush(self, nsid: int) -> None:
@@ -150,6 +196,7 @@ class IoMachine(RuleBasedStateMachine):
             if is_write:
                 buffer.fill(content(seed, size))
                 self.model[nsid][slot * size : (slot + 1) * size] = content(seed, size)
+                self.bad[nsid] -= set(range(slot * 8, slot * 8 + 8))
             opcode = nv.WRITE if is_write else nv.READ
             command = self.nvme.submit_io(self._queue(), opcode, nsid, slot * 8, buffer, block=BLOCK[nsid])
             flights.append((command, buffer, slot, is_write))
@@ -157,8 +204,8 @@ class IoMachine(RuleBasedStateMachine):
             self.daemon.kill_worker()
         self.nvme.wait(*(flight[0] for flight in flights))
         for command, buffer, slot, is_write in flights:
-            assert command.status == nv.OK
-            assert is_write or buffer.bytes() == self.model[nsid][slot * size : (slot + 1) * size]
+            assert command.status == (nv.OK if is_write else self._reads(nsid, slot * 8, 8))
+            assert command.status or is_write or buffer.bytes() == self.model[nsid][slot * size : (slot + 1) * size]
             self.ram.free_buffer(buffer)
 
     @precondition(lambda self: self.kills)

@@ -304,7 +304,7 @@ def test_a_write_that_was_cut_is_done_before_it_can_be_dropped(
     start = 16 * kept.backends[nsid].block_size
     assert kept.disk(nsid)[start : start + size] != new
     with Lab(kept) as last:
-        asyncio.run(asyncio.wait_for(next_worker(last, then), 60))
+        asyncio.run(asyncio.wait_for(next_worker(last, then), 240))  # it may have to compile
     assert kept.disk(nsid)[start : start + size] == new
 
 
