@@ -53,7 +53,7 @@ def test_all_cases_pass_on_fresh_seeds(tmp_path: Path) -> None:
 def test_each_part_is_worth_something() -> None:
     found = table.ablate([1], workers=2)
     on = {traffic: variants["everything on"] for traffic, variants in found.items()}
-    assert all(measure.goodput > 0.8 for measure in on.values())
+    assert min(on["incast 7:1"].goodput, on["permutation 8 to 8"].goodput) > 0.9
     assert found["incast 7:1"]["no trimming"].timeouts > on["incast 7:1"].timeouts == 0
     assert found["permutation 8 to 8"]["no spray"].least < 0.6 * on["permutation 8 to 8"].least
     lossy = found["0.2 % loss on every link"]
