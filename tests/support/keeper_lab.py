@@ -173,6 +173,11 @@ def process_name(pid: int) -> str:
         return ""
 
 
+def in_recvmsg(pid: int) -> bool:
+    """Whether a process waits for a packet (syscall 47 on x86-64)."""
+    return Path(f"/proc/{pid}/syscall").read_text().split()[0] == "47"
+
+
 def wait_exit(pidfd: int) -> None:
     """Wait for the end of a process and close its pidfd."""
     ready, _, _ = select.select([pidfd], [], [], DEADLINE_S)

@@ -525,6 +525,14 @@ lbas = st.one_of(
     st.sampled_from([*limits, (1 << 64) - 1, (1 << 64) - 2]),
     st.integers(BLOCKS - 20, BLOCKS + 4),
 )
+
+
+def whole_pages(command: dict[str, Any]) -> dict[str, Any]:
+    """Its last page is mapped to its end, so all of it is behind the PRPs."""
+    end = -(-(command["offset"] + command["size"]) // PAGE) * PAGE
+    return command | {"size": end - command["offset"]}
+
+
 commands_strategy = st.fixed_dictionaries(
     {
         "opcode": st.sampled_from([nv.READ, nv.WRITE, nv.COMPARE, nv.WRITE_ZEROES, nv.DSM, nv.FLUSH] * 3 + [3, 0x80]),
@@ -538,7 +546,7 @@ commands_strategy = st.fixed_dictionaries(
         "size": st.sampled_from([PAGE, 2 * PAGE, 3 * PAGE, 40 * PAGE, MDTS_BYTES]),  # of the memory behind the PRPs
         "seed": st.integers(0, 1 << 16),
     }
-)
+).map(whole_pages)
 
 
 def lay_out(kept: Kept, command: dict[str, Any], dice: random.Random) -> tuple[int, int, list[int]]:

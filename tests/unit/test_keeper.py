@@ -22,7 +22,7 @@ from dpu.vfio_user import wire
 from dpu.vfio_user.wire import Command, HeaderFlag
 from tests.support import fake_worker
 from tests.support.fake_worker import BAR_BYTES, DOORBELLS, FATAL_OFFSET
-from tests.support.keeper_lab import DEADLINE_S, KeeperLab, VfioClient, wait_exit
+from tests.support.keeper_lab import DEADLINE_S, KeeperLab, VfioClient, in_recvmsg, wait_exit
 
 Start = Callable[..., KeeperLab]
 
@@ -509,7 +509,8 @@ def test_a_fork_server_that_cannot_start_again_does_no_harm(start: Start, tmp_pa
     program.write_text(f'mkdir {tmp_path}/once || exit 7\nexec {sys.executable} {fake_worker.__file__} "$@"\n')
     lab = start(command=["/bin/sh", str(program)]).ready()
     client = VfioClient(lab.listen("a"))
-    lab.until(lambda: len(lab.children()) == 3)  # it, who serves, and the standby
+    # It, who serves, and the standby, of which it has told.
+    lab.until(lambda: len(lab.children()) == 3 and in_recvmsg(lab.fork_server()))
     os.kill(lab.fork_server(), signal.SIGKILL)
     lab.kill_worker()
     for _ in range(3):
