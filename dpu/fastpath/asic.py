@@ -1292,9 +1292,10 @@ def one_pass(p: Any, look: bool) -> int:
         c = controllers[i]
         if c.live == 0:
             continue
-        # With shadow doorbells the queues say by themselves what is new, and a system call would be most of an idle
-        # pass. The pass before sleeping always looks.
-        if look and c.attention == ATTENTION_NONE and (c.shadow == 0 or p.armed or p.passes & 7 == 0):
+        # With doorbells in memory the queues say by themselves what is new, and a system call would be most of an
+        # idle pass. The pass before sleeping always looks.
+        trapped = c.shadow == 0 and c.mapped == 0
+        if look and c.attention == ATTENTION_NONE and (trapped or p.armed or p.passes & 7 == 0):
             work += drain_socket(p, c)
         if c.hold:
             continue

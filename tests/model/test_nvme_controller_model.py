@@ -159,7 +159,7 @@ class ControllerModel(RuleBasedStateMachine):
         self.cc = word
         if now and not was:
             self.shut_down = False
-            good = word >> 4 & 7 in (0, 6) and not word >> 7 & 0xF and not word >> 11 & 7
+            good = not word >> 4 & 7 and not word >> 7 & 0xF and not word >> 11 & 7
             good = good and bool(self.aqa & 0xFFF) and bool(self.aqa >> 16)
             good = good and self.asq % 4096 == 0 and self.acq % 4096 == 0
             good = good and self.asq + ((self.aqa & 0xFFF) + 1) * 64 <= RAM_BYTES

@@ -121,10 +121,11 @@ def processes_naming(text: str) -> list[str]:
 
 @pytest.mark.vm
 def test_a_lab_that_cannot_start_is_an_error_with_its_folder(project: pytest.Pytester) -> None:
-    project.makepyfile(test_it="async def test_it(lab):\n    await lab('[vm.a]\\nkernel = \"no\"\\n')\n")
+    (project.path / "rubbish").write_text("no kernel\n")
+    project.makepyfile(test_it="async def test_it(lab):\n    await lab('[vm.a]\\nkernel = \"rubbish\"\\n')\n")
     result = project.runpytest_subprocess("--dpu-emu-accel=tcg", "--dpu-emu-out=left")
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*cannot read*no: No such file*"])
+    result.stdout.fnmatch_lines(["*QEMU ended with exit code 1*", "*invalid kernel header*"])
 
 
 def test_async_tests_of_others_are_left_alone(pytester: pytest.Pytester) -> None:
