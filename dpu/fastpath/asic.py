@@ -1295,7 +1295,7 @@ def one_pass(p: Any, look: bool) -> int:
         # With doorbells in memory the queues say by themselves what is new, and a system call would be most of an
         # idle pass. The pass before sleeping always looks.
         trapped = c.shadow == 0 and c.mapped == 0
-        if look and c.attention == ATTENTION_NONE and (trapped or p.armed or p.passes & 7 == 0):
+        if look and c.attention == ATTENTION_NONE and (trapped or p.armed or p.passes & 63 == 0):
             work += drain_socket(p, c)
         if c.hold:
             continue

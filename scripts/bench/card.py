@@ -8,7 +8,7 @@ polled completion queue. It runs on the last CPU and the daemon's poller on the 
 * ``jobs``: random reads and writes of one queue; dpud and SPDK's nvmf_tgt (engine "spdk") alternate within a round.
 * ``idle``: CPU share of the whole daemon with a client that does nothing, doorbells trapped and mapped.
 * ``scaling``: time per command (4 KiB reads, QD 32) when there are many queues, namespaces or controllers, over that
-  of one; the commands go to all of them in turn, TURN to each.
+  of one; the commands go to all of them in turn, TURN to each, and the footprint is the same.
 
 Budgets (issue 3, section 4): beside SPDK's malloc 1.5 at QD 32, 1.0 at QD 1 and with 128 KiB; null 0.5; idle 1 % when
 trapped; scaling 1.3.
@@ -191,18 +191,18 @@ async def scaling(report: common.Report, arguments: argparse.Namespace, cpu: int
                     async with card("dpud", 1, 1, cpu) as other:
                         with initiator(other, "m0") as nvme:
                             queue = nvme.create_queue_pair(1, ENTRIES)
-                            one_us = per_command([(nvme, queue, 1)], turns * many)
-                    ratios.append(per_command(places, turns) / one_us)
+                            one_s = per_command([(nvme, queue, 1)], turns * many, SPAN)
+                    ratios.append(per_command(places, turns, SPAN // namespaces // controllers) / one_s)
         row = {"ratio": common.spread(ratios), "commands": turns * many * TURN}
         report.results.setdefault("scaling", {})[name] = row
         rows.append([name, row["ratio"]["median"]])
     common.table(["scaling", "cost per command"], rows)
 
 
-def per_command(places: Sequence[tuple[Nvme, SubmissionQueue, int]], turns: int) -> float:
-    """Seconds per command: ``turns`` times to each place."""
+def per_command(places: Sequence[tuple[Nvme, SubmissionQueue, int]], turns: int, span: int) -> float:
+    """Seconds per command: ``turns`` times to each place, of which ``span`` bytes are used."""
     results = [
-        loop(nvme, queue, nsid, READ, 4096, 32, TURN, MIB) for _ in range(turns) for nvme, queue, nsid in places
+        loop(nvme, queue, nsid, READ, 4096, 32, TURN, span) for _ in range(turns) for nvme, queue, nsid in places
     ]
     return sum(one.seconds for one in results) / sum(one.commands for one in results)
 
