@@ -21,7 +21,7 @@ import sys
 import tempfile
 import termios
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,6 +83,11 @@ def _write_through(stream: int, data: bytes) -> None:
 
 
 # ---- cp
+
+
+def vm_of(paths: Iterable[str]) -> str | None:
+    """The VM that the first VM:PATH of ``paths`` names."""
+    return next((match[1] for match in map(_REMOTE.fullmatch, paths) if match is not None), None)
 
 
 def copy(book: Book, sources: Sequence[str], target: str) -> None:

@@ -103,6 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """None is unknown to the command itself: argparse would leave the complaint to `emu`."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see `{self.prog} --help`")
 
@@ -167,10 +174,17 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)  # where emu.up.start reads
 
     def add_lab_name(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--lab", metavar="NAME", help="needed where more than one lab is up")
+        command.add_argument("--lab", metavar="NAME", help="needed where more than one lab is up and has such a VM")
+
+    def add_lab(command: argparse.ArgumentParser, only: str = "needed where more than one lab is up") -> None:
+        """NAME or --lab NAME: of commands that take nothing else."""
+        command.set_defaults(lab=None)
+        either = command.add_mutually_exclusive_group()
+        either.add_argument("lab", nargs="?", metavar="NAME", default=argparse.SUPPRESS, help=f"the lab; {only}")
+        either.add_argument("--lab", metavar="NAME", default=argparse.SUPPRESS, help="the same")
 
     status = add("status", _status, "Labs that are up, their VMs and DPUs.")
-    status.add_argument("lab", nargs="?", metavar="NAME", help="of one lab (default: all)")
+    add_lab(status, "default: all")
 
     execute = add("exec", _exec, "Run a program in a VM, with standard input, output and exit code.", _EXEC_HELP)
     add_lab_name(execute)
@@ -189,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     console.add_argument("vm", metavar="VM")
 
     top = add("top", _top, "What the cards of a lab do: IOPS, latencies, punts, CPU of each stage; Ctrl-C leaves.")
-    top.add_argument("lab", nargs="?", metavar="NAME", help="needed where more than one lab is up")
+    add_lab(top)
     top.add_argument(
         "--once", action="store_true", help="one interval only (with --json: one document, else one a line)"
     )
@@ -198,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     down = add("down", _down, "End a lab; nothing of it is left.")
-    down.add_argument("lab", nargs="?", metavar="NAME", help="needed where more than one lab is up")
+    add_lab(down)
     down.add_argument("--all", action="store_true", help="every lab that is up")
 
     check = add("check", _check, "Check a scenario file; every problem at once, with its line.")
@@ -449,7 +463,7 @@ def _status(arguments: argparse.Namespace) -> int:
     known = control.labs()
     if arguments.lab is not None:
         if arguments.lab not in known:
-            raise UsageError(f"there is no lab {arguments.lab}", f"up are: {', '.join(known) or 'none'}")
+            raise control.no_such_lab(arguments.lab, known)
         known = {arguments.lab: known[arguments.lab]}
     labs = status_of(known)
     if arguments.json:
@@ -468,7 +482,7 @@ def _exec(arguments: argparse.Namespace) -> int:
             raise UsageError("there is no program to run", "emu exec VM -- PROGRAM ...")
         if arguments.argv[0] != "--" and argv[0].startswith("-"):
             raise UsageError(f"{argv[0]} stands after the VM", "options go before it, a program after --")
-        book = control.find(arguments.lab)
+        book = control.find(arguments.lab, arguments.vm)
         if not arguments.json:
             return attach.run(book, arguments.vm, argv, not arguments.no_stdin)
         done = attach.capture(book, arguments.vm, argv, not arguments.no_stdin)
@@ -485,7 +499,8 @@ def _cp(arguments: argparse.Namespace) -> int:
     progress = make() if sys.stderr.isatty() else Silent()
     progress.step(f"Copying to {arguments.target}")
     try:
-        attach.copy(control.find(arguments.lab), arguments.source, arguments.target)
+        book = control.find(arguments.lab, attach.vm_of([*arguments.source, arguments.target]))
+        attach.copy(book, arguments.source, arguments.target)
     finally:
         progress.close()
     if arguments.json:
@@ -498,7 +513,7 @@ def _console(arguments: argparse.Namespace) -> int:
 
     if arguments.json:
         raise UsageError("a console is no JSON", "leave --json out")
-    attach.console(control.find(arguments.lab), arguments.vm, arguments.once)
+    attach.console(control.find(arguments.lab, arguments.vm), arguments.vm, arguments.once)
     return OK
 
 

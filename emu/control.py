@@ -24,7 +24,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
 
 from dpu.errors import EmuError, UsageError
@@ -35,6 +35,7 @@ from images.agent import JSON_BYTES_MAX, RAW_BYTES_MAX, Parser, pack
 
 SOCKET = "control"
 _DETAILS_CHARS_MAX = 30_000  # a frame holds them, escaped
+ANSWER_LIMIT_S = 10.0
 _SIGNALLED = 128  # a shell's rule for the exit code of a program that a signal has ended
 
 
@@ -55,8 +56,11 @@ def labs() -> dict[str, Book]:
     return ledger.claimed()
 
 
-def find(name: str | None) -> Book:
-    """The lab ``name``, or without a name the only one. UsageError where that is none, or more than one."""
+def find(name: str | None, vm: str | None = None) -> Book:
+    """The lab ``name``; without a name the only one, or the only one that has ``vm``.
+
+    UsageError where that is none, or more than one.
+    """
     known = labs()
     living = [one for one, book in known.items() if book.living]
     if name is None and len(living) == 1:
@@ -64,12 +68,36 @@ def find(name: str | None) -> Book:
     if name is None and not living:
         raise UsageError("no lab is up", "`emu up SCENARIO` starts one")
     if name is None:
-        raise UsageError(f"{len(living)} labs are up: {', '.join(living)}", "name one (--lab NAME)")
+        having = living if vm is None else [one for one in living if vm in _vms(known[one])]
+        if len(having) == 1:
+            return known[having[0]]
+        if not having:
+            raise UsageError(f"no lab has a VM {vm}", f"up are: {', '.join(living)}; `emu status` shows their VMs")
+        which = "are up" if having == living else f"have a VM {vm}"
+        raise UsageError(f"{len(having)} labs {which}: {', '.join(having)}", "name one: --lab NAME")
     if name not in known:
-        raise UsageError(f"there is no lab {name}", f"up are: {', '.join(living)}" if living else "`emu up SCENARIO`")
+        raise no_such_lab(name, living)
     if not known[name].living:
         raise UsageError(f"the supervisor of lab {name} has died", "`emu clean` removes what it has left")
     return known[name]
+
+
+def no_such_lab(name: str, up: Iterable[str]) -> UsageError:
+    """The error of a name that no lab has; ``up``: the names that labs have."""
+    names = ", ".join(up)
+    return UsageError(
+        f"there is no lab {name}", f"up are: {names}" if names else "no lab is up; `emu up SCENARIO` starts one"
+    )
+
+
+def _vms(book: Book) -> Iterable[str]:
+    """The VMs of a lab; none where it does not answer."""
+    try:
+        with connect(book, ANSWER_LIMIT_S) as control:
+            vms: dict[str, Any] = control.status()["vms"]
+            return vms
+    except (EmuError, OSError):
+        return ()
 
 
 @contextlib.contextmanager

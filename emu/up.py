@@ -25,13 +25,12 @@ from typing import Any
 
 from dpu.errors import EmuError, UsageError
 from emu import ledger
-from emu.control import connect, decode_error, encode_error
+from emu.control import ANSWER_LIMIT_S, connect, decode_error, encode_error
 from emu.lab import Lab
 from emu.ledger import Book
 from emu.process import tail
 from emu.progress import Progress, Silent
 
-ANSWER_LIMIT_S = 10.0
 END_LIMIT_S = 60.0
 _NAME_CHARS_MAX = 32
 

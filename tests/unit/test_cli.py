@@ -159,6 +159,17 @@ def test_wrong_usage_is_exit_code_2(
         assert said in printed.err and "  fix: " in printed.err and printed.out == ""
 
 
+def test_a_wrong_word_points_to_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, help in (
+        (["down", "--labb", "x"], "emu down --help"),
+        (["check", "demo", "demo"], "emu check --help"),
+        (["fabric", "down", "--nothing"], "emu fabric down --help"),
+        (["--nothing", "down"], "emu --help"),
+    ):
+        assert cli.main(words) == 2
+        assert f"  fix: see `{help}`\n" in capsys.readouterr().err, words
+
+
 def test_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--help"], ["run", "--help"], ["images", "--help"]):
         with pytest.raises(SystemExit) as caught:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,6 +14,8 @@ from dpu.errors import EmuError, UsageError
 from emu import cli, control
 from emu.control import RemoteError, decode_error, encode_error
 from emu.guest import GuestError
+from emu.ledger import Book
+from emu.process import Identity
 from emu.progress import Silent
 from emu.up import lab_name, start, status_text
 from emu.vm import VmError
@@ -102,9 +104,50 @@ def test_without_a_lab(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["down"], ["cp", "a", "web:b"], ["console", "web"], ["status", "my"], ["down", "my"]):
         assert cli.main(arguments) == 2, arguments
         assert "  fix: " in capsys.readouterr().err
+    assert cli.main(["down", "nosuch"]) == 2
+    assert "  fix: no lab is up" in capsys.readouterr().err
     assert cli.main(["down", "--all"]) == 0
     assert cli.main(["exec", "web", "--", "ls"]) == 125  # 2 might be the program's
     assert "no lab is up" in capsys.readouterr().err
+
+
+class _Owner:
+    def alive(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def two_labs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Book]:
+    """Labs "one" and "two"; both have a VM web, the second a VM guest."""
+    books = {name: Book(tmp_path / f"{name}.jsonl", cast(Identity, _Owner()), {}, []) for name in ("one", "two")}
+    monkeypatch.setattr(control, "labs", lambda: books)
+    monkeypatch.setattr(control, "_vms", lambda book: ["web", "guest"] if book.lab == "two" else ["web"])
+    return books
+
+
+@pytest.mark.parametrize("command", ["down", "top", "status"])
+@pytest.mark.parametrize("words", [["two"], ["--lab", "two"], ["--lab=two"]])
+def test_a_lab_is_named_in_either_form(command: str, words: list[str]) -> None:
+    assert cli._parser().parse_args([command, *words]).lab == "two"
+    assert cli._parser().parse_args([command]).lab is None
+    with pytest.raises(UsageError):
+        cli._parser().parse_args([command, "one", *words])
+
+
+def test_of_two_labs_one_is_named_or_has_the_vm(
+    two_labs: dict[str, Book], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert control.find("one") is two_labs["one"]
+    assert control.find(None, "guest") is two_labs["two"]
+    for arguments, said in (
+        (["down"], "2 labs are up: one, two\n  fix: name one: --lab NAME"),
+        (["console", "web"], "2 labs are up: one, two\n  fix: name one: --lab NAME"),
+        (["console", "no"], "no lab has a VM no\n  fix: up are: one, two"),
+        (["down", "--lab", "tow"], "there is no lab tow\n  fix: up are: one, two"),
+        (["cp", "web:/a", "."], "2 labs are up"),
+    ):
+        assert cli.main(arguments) == 2
+        assert said in capsys.readouterr().err, arguments
 
 
 @pytest.mark.usefixtures("_no_lab")
