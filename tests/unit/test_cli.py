@@ -90,6 +90,17 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["problems"][0]["where"] == "x.toml:2" and document["error"]["exit_code"] == 2
 
 
+def test_the_readme_s_scenario_is_whole_and_has_no_file_that_a_second_lab_would_want() -> None:
+    readme = (Path(cli.__file__).parents[1] / "README.md").read_text()
+    toml, program = re.findall(r"`(?:my\.toml|check\.sh)`:\n\n```\w+\n(.*?)```", readme, re.DOTALL)
+    written(program, "check.sh")
+    assert cli.main(["check", written(toml, "my.toml")]) == 0
+    scenario = emu.scenario.load(Path("my.toml"))
+    assert len(scenario.workloads) == 3
+    namespaces = [one for dpu in scenario.dpus.values() for nvme in dpu.nvme.values() for one in nvme.namespaces]
+    assert len(namespaces) == 3 and not any(one.path for one in namespaces)
+
+
 # -- errors and exit codes
 
 
