@@ -11,6 +11,7 @@ Errors: UsageError for paths that are not there; EmuError with the words of tar.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import re
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import termios
+import time
 import tty
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +36,8 @@ _REMOTE = re.compile(r"([a-z0-9][a-z0-9_-]{0,15}):(.*)", re.DOTALL)
 _LEAVE = b"\x1d"  # Ctrl-], as telnet and virsh
 _LOOK_S = 0.02  # at the console's log
 _SHOWN_BYTES = 2000  # of what the console has shown before
+_QUIET_S = 1.0  # of a console that has no more to say to what was typed
+_ANSWER_S_MAX = 10.0  # for one that is never quiet
 
 # $1: where to; $2: 1 when that must be a directory; $3: the name of what comes. tar is read whole before the name is
 # given, so that nobody finds half a file.
@@ -67,13 +71,19 @@ def run(book: Book, vm: str, argv: Sequence[str], stdin: bool) -> int:
 
 
 def capture(book: Book, vm: str, argv: Sequence[str], stdin: bool) -> dict[str, Any]:
-    """Run a program; its exit code and what it wrote, as text."""
+    """Run a program; its exit code and what it wrote: as text, or in base64 where that is no UTF-8."""
     output = {1: bytearray(), 2: bytearray()}
     with connect(book) as control:
         source = sys.stdin.fileno() if stdin else None
         code = control.exec(vm, argv, source, lambda stream, data: output[stream].extend(data))
-    stdout, stderr = (bytes(output[stream]).decode(errors="replace") for stream in (1, 2))
-    return {"code": code, "stdout": stdout, "stderr": stderr}
+    return {"code": code, **_in_json("stdout", output[1]), **_in_json("stderr", output[2])}
+
+
+def _in_json(name: str, data: bytes | bytearray) -> dict[str, str | None]:
+    try:
+        return {name: data.decode()}
+    except UnicodeDecodeError:
+        return {name: None, f"{name}_base64": base64.b64encode(data).decode()}
 
 
 def _write_through(stream: int, data: bytes) -> None:
@@ -192,7 +202,8 @@ def _judge(code: int, said: str, what: str) -> None:
 def console(book: Book, vm: str, once: bool = False) -> None:
     """Show the serial console of ``vm`` and type into it, until Ctrl-] or the end of the VM.
 
-    ``once``: only what it has shown so far. Where standard input is no terminal, it is typed until its end.
+    ``once``: only what it has shown so far. Where standard input is no terminal, it is typed until its end; what the
+    guest says to it is shown until the console is quiet.
     """
     with connect(book) as control:
         vms = control.status()["vms"]
@@ -203,25 +214,45 @@ def console(book: Book, vm: str, once: bool = False) -> None:
             if once:
                 shutil.copyfileobj(log, sys.stdout.buffer)
                 sys.stdout.flush()
+                if not log.tell():
+                    print(f"emu: {_why_empty(vm, vms[vm])}", file=sys.stderr)
                 return
             log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
             typing: int | None = sys.stdin.fileno()
             with _raw_terminal() as is_terminal:
                 if is_terminal:
                     print(f"console of {vm}; Ctrl-] leaves, Enter gives a shell", end="\r\n", file=sys.stderr)
+                typed, ended_s, shown_s = False, 0.0, 0.0
                 while True:
                     alive = pid is not None and pid.alive()
-                    _write_through(1, log.read())
+                    if shown := log.read():
+                        _write_through(1, shown)
+                        shown_s = time.monotonic()
                     if not alive:
                         print(f"{vm} has ended", end="\r\n", file=sys.stderr)
+                        return
+                    if typing is None and (not typed or _answered(ended_s, shown_s, time.monotonic())):
                         return
                     ready, _, _ = select.select([] if typing is None else [typing], [], [], _LOOK_S)
                     if ready and typing is not None:
                         keys = os.read(typing, 4096)
                         if is_terminal and _LEAVE in keys:
                             return
-                        typing = typing if keys else None
-                        control.type(vm, keys)
+                        if keys:
+                            control.type(vm, keys)
+                            typed = True
+                        else:
+                            typing, ended_s = None, time.monotonic()
+
+
+def _answered(ended_s: float, shown_s: float, now_s: float) -> bool:
+    """Whether a guest has had its time for an answer to what was typed until ``ended_s``."""
+    return now_s - max(ended_s, shown_s) >= _QUIET_S or now_s - ended_s >= _ANSWER_S_MAX
+
+
+def _why_empty(name: str, vm: Mapping[str, Any]) -> str:
+    why = "it continues from a snapshot, so its boot was another's; " if vm["restored"] else ""
+    return f"the console of {name} has shown nothing yet: {why}`emu exec {name} -- dmesg` has the kernel's log"
 
 
 @contextlib.contextmanager

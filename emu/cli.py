@@ -1,8 +1,9 @@
 """The `emu` command.
 
 Exit codes: 0 it worked; 1 a workload failed; 2 the command line or the scenario is wrong; 3 this machine or its
-network lacks something; 130 interrupted (143: by SIGTERM). `emu exec` ends with the exit code of its program, 128 + n
-for signal n; 125 where emu itself fails, 126 and 127 where the program cannot be run or is not there.
+network lacks something; 130 interrupted (143: by SIGTERM); 141 nobody reads its output. `emu exec` ends with the exit
+code of its program, 128 + n for signal n; 125 where emu itself fails, 126 and 127 where the program cannot be run or
+is not there.
 
 With --json, standard output is one JSON document, also when something goes wrong or is interrupted: then it is
 ``{"ok": false, "error": {"message", "fix", "exit_code"}}``, in it ``"details"`` where logs tell more, beside it
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -30,12 +32,12 @@ from emu.fabric.arguments import add_verbs as add_fabric_verbs
 # Everything else is imported by the command that needs it, so that none waits for another's.
 
 _LOG_COLUMNS = 120  # a log has no width of its own
-OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED, TERMINATED, BROKEN_PIPE = 0, 1, 2, 3, 130, 143, 141
 EXEC_FAILED = 125  # as of env(1) and containers: not the program's own code
 
 _EXIT_CODES = """\
 exit codes: 0 worked, 1 a workload failed, 2 wrong usage or scenario, 3 something is missing here,
-            130 interrupted (143: by SIGTERM)"""
+            130 interrupted (143: by SIGTERM), 141 nobody reads the output"""
 _RUN_EXAMPLES = """\
 examples:
   emu run demo                                       the packaged scenario
@@ -57,8 +59,10 @@ examples:
   emu exec web -- lsblk
   emu exec web -- sh -c 'cat > /tmp/x' < file
 
-exit code: the program's own, 128 + n for signal n; 125 emu failed, 126 cannot be run, 127 is not there
+exit code: the program's own, 128 + n for signal n; 125 emu failed, 126 cannot be run, 127 is not there;
+           130 interrupted (143: by SIGTERM), 141 nobody reads our output, as of `emu exec web -- yes | head`
 
+--json: {"ok", "code", "stdout", "stderr"}; output that is no UTF-8 is in "stdout_base64", and "stdout" is null
 """
 _CP_EXAMPLES = """\
 examples:
@@ -97,9 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ended.code == TERMINATED:
             return _interrupted(TERMINATED, as_json, starts_a_lab)
         raise  # --help, --version
-    except BrokenPipeError:  # `emu images list | head`
-        sys.stderr.close()
-        return FAILED
+    except BrokenPipeError:  # `emu exec web -- yes | head -1`: as a program that SIGPIPE has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be flushed
+        return BROKEN_PIPE
 
 
 class _Parser(argparse.ArgumentParser):
@@ -126,13 +130,19 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--json", action="store_true", help="one JSON document on standard output")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, function: Callable[[argparse.Namespace], int], text: str, epilog: str = "") -> Any:
+    def add(
+        name: str,
+        function: Callable[[argparse.Namespace], int],
+        text: str,
+        epilog: str = "",
+        codes: str = _EXIT_CODES,
+    ) -> Any:
         command = commands.add_parser(
             name,
             parents=[common],
             help=text,
             description=text,
-            epilog=epilog + _EXIT_CODES,
+            epilog=epilog + codes,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(command=function)
@@ -186,7 +196,7 @@ def _parser() -> argparse.ArgumentParser:
     status = add("status", _status, "Labs that are up, their VMs and DPUs.")
     add_lab(status, "default: all")
 
-    execute = add("exec", _exec, "Run a program in a VM, with standard input, output and exit code.", _EXEC_HELP)
+    execute = add("exec", _exec, "Run a program in a VM, with standard input, output and exit code.", _EXEC_HELP, "")
     add_lab_name(execute)
     execute.add_argument("-n", "--no-stdin", action="store_true", help="its standard input is empty")
     execute.add_argument("vm", metavar="VM")
@@ -608,7 +618,7 @@ def _clean(arguments: argparse.Namespace) -> int:
     kept = [] if arguments.kept else ledger.kept()
     if arguments.json:
         rows = {"found": [asdict(one) for one in found], "kept": [asdict(one) for one in kept]}
-        _print_json({"ok": True, "removed": not arguments.dry_run, **rows})
+        _print_json({"ok": True, "removed": bool(found) and not arguments.dry_run, **rows})
     else:
         for one in found:
             print(f"{'would remove' if arguments.dry_run else 'removed'} {one.kind} {one.what} of lab {one.lab}")

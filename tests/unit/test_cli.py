@@ -187,6 +187,20 @@ def test_help_lists_every_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
             cli.main(arguments)
         assert caught.value.code == 0
         assert "130 interrupted" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["exec", "--help"])
+    said = capsys.readouterr().out
+    assert said.count("exit code:") == 1 and "exit codes:" not in said and "130 interrupted" in said
+
+
+def test_an_output_that_nobody_reads_ends_it_as_sigpipe_does() -> None:
+    program = "import sys, emu.cli; sys.exit(emu.cli.main(['check', 'demo', '--json']))"
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-u", "-c", program]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -430,7 +444,7 @@ def test_what_a_dry_run_prints_runs_as_it_stands(
 
 def test_clean_doctor_images(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["clean", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"ok": True, "removed": True, "found": [], "kept": []}
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "removed": False, "found": [], "kept": []}
     import emu.doctor
 
     for code, expected in ((0, 0), (1, 3)):
