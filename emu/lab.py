@@ -129,8 +129,10 @@ class Lab:
         try:
             self._make_directories()
             if self.config.fabric is not None:
-                self.progress.step("Bringing the fabric up")
-                self._fabric = await asyncio.to_thread(self._bring_up_fabric, self.config.fabric)
+                assert self.ledger is not None
+                name = self.config.claim or self.ledger.directory.name
+                self.progress.step(f"Bringing the fabric up: emu fabric show --name {name}")
+                self._fabric = await asyncio.to_thread(self._bring_up_fabric, self.config.fabric, name)
             self.progress.step(f"Starting {_count(self.config.vms, 'VM')}, {_count(self.config.dpus, 'DPU')}")
             starts = [self._start_dpu(dpu) for dpu in self.dpus.values()]
             await together([*starts, *map(self._start_vm, self.vms.values())])
@@ -155,6 +157,7 @@ class Lab:
         if self.config.claim is not None:
             self.ledger.claim(self.config.claim)
         self.out = (self.config.out or self.ledger.directory / "_out").absolute()  # no VM or DPU has such a name
+        _make(self.out)
         files = cache_dir("files") / self.ledger.directory.name
         self.ledger.path(files)
         files.mkdir(mode=0o700)
@@ -168,10 +171,7 @@ class Lab:
         assert self.ledger is not None
         directory, out = self.ledger.directory / name, self.out / name
         directory.mkdir(mode=0o700)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise EmuError(f"cannot make {out}: {error.strerror}", "choose another output folder") from error
+        _make(out)
         return directory, out
 
     async def _join_fabric(self) -> None:
@@ -189,16 +189,21 @@ class Lab:
             raise EmuError("this lab has no fabric", "give its scenario a table [fabric]")
         return self._fabric.fabric
 
+    @property
+    def fabric_name(self) -> str | None:
+        """What `emu fabric --name` calls it; None: there is no fabric."""
+        return None if self._fabric is None else self._fabric.name
+
     def fabric_view(self) -> dict[str, Any]:
         """What `emu fabric show --json` tells of it now."""
         assert self._fabric is not None
         return self._fabric.holder.show({})
 
-    def _bring_up_fabric(self, spec: FabricSpec) -> LabFabric:
+    def _bring_up_fabric(self, spec: FabricSpec, name: str) -> LabFabric:
         from emu.fabric.holder import LabFabric  # Scapy and LLVM take a second
 
         assert self.ledger is not None
-        return LabFabric(spec, self.config.name, self.ledger)
+        return LabFabric(spec, name, self.ledger)
 
     async def _start_dpu(self, dpu: Dpu) -> None:
         await dpu.start()
@@ -248,6 +253,13 @@ class Lab:
                 self._fabric.close()
             if self.ledger is not None:
                 self.ledger.close(keep=self.config.keep)
+
+
+def _make(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EmuError(f"cannot make {out}: {error.strerror}", "choose another output folder") from error
 
 
 async def together(work: Iterable[Coroutine[Any, Any, None]]) -> None:

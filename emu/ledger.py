@@ -4,6 +4,7 @@
     ledger.path(backing_file)              # removed with the lab
     ledger.process(identity, "qemu vm0")   # killed with the lab
     ledger.claim("my")                     # <runtime>/labs/my.up: what other programs find the lab by
+    ledger.claim("my", "fabric")           # <runtime>/labs/my.fabric: the same for its fabric
     ledger.close()                         # the normal end
     ledger.close(keep=True)                # the normal end of a lab that is to be kept: nothing is removed
     for found in clean(): print(found)     # `emu clean`: what dead labs left; living and kept ones are left alone
@@ -32,7 +33,8 @@ from emu.process import Identity
 
 _SUFFIX = ".jsonl"
 _DRAFT = ".draft-"
-_NAME = ".up"
+_NAMES = {"lab": ".up", "fabric": ".fabric"}
+_DOWN = {"lab": "`emu down {}`", "fabric": "`emu fabric down --name {}`"}
 
 
 @dataclass(frozen=True)
@@ -76,24 +78,31 @@ class Ledger:
         """A child that must not outlive the lab. Its end need not be noted: an identity is used once."""
         self._write(add="process", identity=asdict(identity), what=what)
 
-    def claim(self, name: str) -> None:
-        """Take ``name``, which one living lab has at a time. EmuError when another has it."""
-        link = self.book.with_name(name + _NAME)
+    def claim(self, name: str, kind: str = "lab") -> None:
+        """Take ``name``, which one living lab, or fabric, has at a time. UsageError when another has it."""
+        link = self.book.with_name(name + _NAMES[kind])
         for _ in range(2):
-            holder = find(name, link.parent)
+            holder = find(name, link.parent, kind)
             if holder is not None and holder.living:
-                raise UsageError(f"a lab {name} is up already", f"`emu down {name}`, or give this one another --name")
+                fix = f"{_DOWN[kind].format(name)}, or give this one another --name"
+                raise UsageError(f"a {kind} {name} is up already", fix)
             if holder is not None:
                 remove(holder)
             try:
                 os.symlink(self.directory.name, link)
             except FileExistsError:  # of a book that is gone, or another was faster
-                if find(name, link.parent) is None:
+                if find(name, link.parent, kind) is None:
                     link.unlink(missing_ok=True)
                 continue
             self.path(link)
             return
-        raise UsageError(f"another lab {name} starts at this moment", "give this one another --name")
+        raise UsageError(f"another {kind} {name} starts at this moment", "give this one another --name")
+
+    def release(self, name: str, kind: str) -> None:
+        """``name`` is free again before the lab ends; nobody finds what had it."""
+        link = self.book.with_name(name + _NAMES[kind])
+        _remove(link, self.directory.name)
+        self.forget(link)
 
     def path(self, path: Path) -> None:
         """A file or directory that goes away with the lab; call this before making it."""
@@ -111,7 +120,7 @@ class Ledger:
             self._write(keep=True)
             return
         for path in (*self._paths, self.directory):
-            _remove(path)
+            _remove(path, self.directory.name)
         self.book.unlink(missing_ok=True)
 
     def _write(self, **entry: Any) -> None:
@@ -142,7 +151,8 @@ class Book:
         return not self.kept and self.owner.alive()
 
     def left_paths(self) -> list[Leftover]:
-        return [Leftover(self.lab, "path", str(path)) for path in self.paths if os.path.lexists(path)]
+        there = [path for path in self.paths if os.path.lexists(path) and not _is_anothers(path, self.lab)]
+        return [Leftover(self.lab, "path", str(path)) for path in there]
 
 
 def books(root: Path | None = None) -> list[Book]:
@@ -156,19 +166,20 @@ def books(root: Path | None = None) -> list[Book]:
     return found
 
 
-def find(name: str, root: Path | None = None) -> Book | None:
-    """The book of the lab that has claimed ``name``."""
-    link = (root or runtime_dir("labs")) / (name + _NAME)
+def find(name: str, root: Path | None = None, kind: str = "lab") -> Book | None:
+    """The book of the lab that has claimed ``name`` for itself or for its fabric."""
+    link = (root or runtime_dir("labs")) / (name + _NAMES[kind])
     try:
         return _read(link.parent / (os.readlink(link) + _SUFFIX))
     except FileNotFoundError:
         return None
 
 
-def claimed(root: Path | None = None) -> dict[str, Book]:
-    """Every lab that has claimed a name."""
-    names = sorted(path.name.removesuffix(_NAME) for path in (root or runtime_dir("labs")).glob("*" + _NAME))
-    return {name: book for name in names if (book := find(name, root)) is not None}
+def claimed(root: Path | None = None, kind: str = "lab") -> dict[str, Book]:
+    """Every lab that has claimed a name for itself, or for its fabric."""
+    suffix = _NAMES[kind]
+    names = sorted(path.name.removesuffix(suffix) for path in (root or runtime_dir("labs")).glob("*" + suffix))
+    return {name: book for name in names if (book := find(name, root, kind)) is not None}
 
 
 def kept(root: Path | None = None) -> list[Leftover]:
@@ -205,7 +216,7 @@ def remove(book: Book) -> None:
         identity.kill()
     _await_end(living)
     for path in book.paths:
-        _remove(path)
+        _remove(path, book.lab)
     book.file.unlink(missing_ok=True)
 
 
@@ -243,7 +254,14 @@ def _await_end(killed: list[Identity], limit_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def _remove(path: Path) -> None:
+def _is_anothers(path: Path, lab: str) -> bool:
+    """A name that ``lab`` has claimed and another lab has taken since."""
+    return path.suffix in _NAMES.values() and path.is_symlink() and os.readlink(path) != lab
+
+
+def _remove(path: Path, lab: str) -> None:
+    if _is_anothers(path, lab):
+        return
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -163,6 +163,7 @@ class Supervisor:
             "directory": str(lab.ledger.directory),
             "out": str(lab.out),
             "accelerator": lab.platform.accel.name,
+            "fabric": _fabric_status(lab),
             "vms": {name: _vm_status(vm) for name, vm in lab.vms.items()},
             "dpus": {
                 name: {
@@ -176,6 +177,15 @@ class Supervisor:
                 for name, dpu in lab.dpus.items()
             },
         }
+
+
+def _fabric_status(lab: Lab) -> dict[str, Any] | None:
+    """``name``: for `emu fabric --name`."""
+    if lab.fabric_name is None:
+        return None
+    topology = lab.fabric.topology
+    numbers = {"planes": topology.planes, "hosts": topology.hosts, "links": topology.link_count}
+    return {"name": lab.fabric_name, "engine": lab.fabric.settings.engine, **numbers}
 
 
 def _vm_status(vm: Vm) -> dict[str, Any]:

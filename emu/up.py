@@ -156,6 +156,10 @@ def status_text(labs: Mapping[str, Mapping[str, Any]]) -> str:
             continue
         lines.append(f"{name}: up for {lab['seconds']:.0f} s, {lab['accelerator']}, supervisor {lab['pid']}")
         lines.append(f"  logs in {lab['out']}")
+        if (fabric := lab.get("fabric")) is not None:
+            planes = f"{fabric['planes']} plane{'s' * (fabric['planes'] != 1)}"
+            size = f"{planes}, {fabric['hosts']} hosts, {fabric['links']} links"
+            lines.append(f"  fabric: {size}; emu fabric show --name {fabric['name']}")
         for vm_name, vm in lab["vms"].items():
             about = f"{vm['vcpus']} vCPU{'s' * (vm['vcpus'] != 1)}, {vm['memory_mib']} MiB, pid {vm['pid']}"
             lines.append(f"  VM {vm_name}: {vm['state']}, {about}")

@@ -23,8 +23,9 @@ from rich.live import Live
 from rich.table import Table
 
 from dpu.errors import EmuError, UsageError
+from emu import ledger
 from emu.fabric import picture
-from emu.fabric.holder import address, answers
+from emu.fabric.holder import address
 from emu.fabric.spec import FabricSpec, parse_rate
 from emu.process import Identity
 from net.errors import NetError
@@ -69,18 +70,29 @@ def ask(name: str, verb: str, **fields: Any) -> tuple[Document, list[int]]:
         try:
             connection.connect(str(address(name)))
         except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise EmuError(f'there is no fabric "{name}"', "`emu fabric up` makes one") from error
+            raise _no_fabric(name) from error
         connection.settimeout(_ANSWER_S)
-        connection.sendall((json.dumps({"do": verb, **fields}) + "\n").encode())
-        data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 1)
-        while more := connection.recv(1 << 20):
-            data += more
+        try:
+            connection.sendall((json.dumps({"do": verb, **fields}) + "\n").encode())
+            data, fds, _, _ = socket.recv_fds(connection, 1 << 20, 1)
+            while more := connection.recv(1 << 20):
+                data += more
+        except OSError as error:  # it ends at this moment, or is stuck
+            raise _no_fabric(name) from error
     if not data:
-        raise EmuError(f'fabric "{name}" has not answered', "`emu clean` removes what is left of one that has ended")
+        raise _no_fabric(name)
     answer = json.loads(data)
     if not answer.pop("ok"):
         raise EmuError(answer["error"]["message"], answer["error"]["hint"])
     return answer, fds
+
+
+def _no_fabric(name: str) -> EmuError:
+    known = {one for one, book in ledger.claimed(kind="fabric").items() if book.living}
+    if name in known:
+        return EmuError(f'fabric "{name}" does not answer', "it is starting or ending; try again")
+    fix = f"up are: {', '.join(sorted(known))}; give --name" if known else "`emu fabric up` makes one"
+    return UsageError(f'there is no fabric "{name}"', fix)
 
 
 # The verbs: each returns the JSON document and what a person sees.
@@ -90,12 +102,14 @@ Shown = tuple[Document, Any]
 
 def _up(arguments: argparse.Namespace) -> Shown:
     spec = _spec(arguments)
-    if answers(address(arguments.name)):
-        raise EmuError(f'fabric "{arguments.name}" is up already', "take it down, or give another --name")
-    address(arguments.name).unlink(missing_ok=True)
+    from emu.up import lab_name
+
+    name = lab_name(arguments.name, "fabric")
+    if (book := ledger.find(name, kind="fabric")) is not None and book.living:
+        raise UsageError(f'fabric "{name}" is up already', "take it down, or give another --name")
     topology = spec.topology()
     read, write = os.pipe()
-    command = [sys.executable, "-m", "emu.fabric.holder", arguments.name, spec.model_dump_json(), str(write)]
+    command = [sys.executable, "-m", "emu.fabric.holder", name, spec.model_dump_json(), str(write)]
     with os.fdopen(read) as ready:
         try:
             child = subprocess.Popen(command, pass_fds=[write], stdin=subprocess.DEVNULL, start_new_session=True)

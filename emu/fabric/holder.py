@@ -4,7 +4,7 @@
 
 One request a connection: a JSON line {"do": verb, ...}; the answer is a JSON line {"ok": ...}. ``namespace`` answers
 with a descriptor too (SCM_RIGHTS). Everything is in the ledger of this process, so `emu clean` removes what kill -9
-leaves: a socket and a folder; namespaces, links and programs go with the process by themselves.
+leaves: a name and a folder; namespaces, links and programs go with the process by themselves.
 Errors: those of the fabric become {"ok": false, "error": {"message", "hint"}}.
 """
 
@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dpu.errors import EmuError
 from emu.fabric.spec import FabricSpec
 from emu.ledger import Ledger
 from emu.paths import runtime_dir, socket_path
@@ -30,12 +31,13 @@ from net.errors import NetError
 from net.fabric import Fabric
 from net.topology import Port, Tier
 
+_SOCKET = "fabric"
 Answer = dict[str, Any]
 
 
 def address(name: str) -> Path:
-    """The socket of the fabric ``name``."""
-    return socket_path(runtime_dir("fabric"), name)
+    """The socket of the fabric ``name``: in the directory of the process that has claimed the name."""
+    return socket_path(runtime_dir("labs"), f"{name}.fabric/{_SOCKET}")
 
 
 class Holder:
@@ -173,19 +175,17 @@ def serve(holder: Holder, listener: socket.socket) -> None:
 
 
 class LabFabric:
-    """The fabric of a lab, brought up in the lab's process; `emu fabric --name LAB` finds it too."""
+    """The fabric of the lab ``name``, brought up in the lab's process; `emu fabric --name NAME` finds it too."""
 
     def __init__(self, spec: FabricSpec, name: str, ledger: Ledger) -> None:
+        self.name = name
+        self._ledger = ledger
+        ledger.claim(name, "fabric")
         self.fabric = spec.bring_up()
-        path = address(name)
-        if answers(path):  # a lab of that name is up already
-            path = address(ledger.directory.name)
-        ledger.path(path)
-        path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
+        self._listener.bind(str(socket_path(ledger.directory, _SOCKET)))
         self._listener.listen()
-        self.holder = Holder(path.name, self.fabric, lab=ledger.directory.name)
+        self.holder = Holder(name, self.fabric, lab=name)
         self._thread = threading.Thread(target=self._serve, name="fabric-verbs", daemon=True)
         self._thread.start()
 
@@ -199,20 +199,13 @@ class LabFabric:
         self._thread.join()
         self._listener.close()
         self.fabric.close()
-
-
-def answers(path: Path) -> bool:
-    """Whether somebody listens there."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        return connection.connect_ex(str(path)) == 0
+        self._ledger.release(self.name, "fabric")  # also of a lab that is kept
 
 
 def main(arguments: list[str]) -> None:
     name, spec, ready = arguments[0], FabricSpec.model_validate_json(arguments[1]), int(arguments[2])
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     ledger = Ledger.create(f"fabric-{name}")
-    path = address(name)
-    ledger.path(path)
     log = os.open(ledger.directory / "fabric.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -220,12 +213,13 @@ def main(arguments: list[str]) -> None:
     try:
         with os.fdopen(ready, "w") as report, socket.socket(socket.AF_UNIX) as listener:
             try:
+                ledger.claim(name, "fabric")
                 fabric = Fabric(spec.topology(), spec.settings())
-            except NetError as error:
+            except (NetError, EmuError) as error:
                 report.write(json.dumps({"ok": False, "error": {"message": error.message, "hint": error.hint}}))
                 return
             with fabric:
-                listener.bind(str(path))
+                listener.bind(str(socket_path(ledger.directory, _SOCKET)))
                 listener.listen()
                 (ledger.directory / "plan.toml").write_text(fabric.plan.to_toml())
                 report.write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -9,17 +10,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
 from scapy.utils import rdpcap
 
+from dpu.errors import UsageError
 from emu import ledger
+from emu.accel import Accel
 from emu.cli import main
 from emu.fabric.holder import LabFabric, address
 from emu.fabric.spec import FabricSpec
+from emu.lab import Lab, LabConfig
 from emu.process import Identity
+from emu.progress import Silent
+from emu.supervisor import Supervisor
+from emu.up import status_text
+from emu.vm import Platform
 from tests.net.frames import until
 
 NAME = f"test-{os.getpid()}"
@@ -116,19 +124,56 @@ def test_clean_removes_what_a_killed_holder_leaves(up: Any, capsys: pytest.Captu
     until(lambda: not holder.alive(), "the holder's end")
     assert address(NAME).exists()
     found = [one.what for one in ledger.clean() if one.lab.startswith(f"fabric-{NAME}"[:16])]
-    assert str(address(NAME)) in found
+    assert str(Path(up["plan"]).parent) in found
     assert not address(NAME).exists()
     assert not Path(up["plan"]).exists()
+
+
+def test_a_dead_holders_name_is_taken_over_and_clean_leaves_the_new_one(
+    up: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    holder = Identity.of(up["pid"])
+    assert holder is not None
+    os.kill(up["pid"], signal.SIGKILL)
+    until(lambda: not holder.alive(), "the holder's end")
+    assert emu(capsys, "show")["error"]["exit_code"] == 2
+    again = emu(capsys, "up", "--planes", "1", "--t1", "1", "--hosts", "1")
+    try:
+        assert not [one for one in ledger.clean() if one.lab.startswith(f"fabric-{NAME}"[:16])]
+        assert emu(capsys, "show")["pid"] == again["pid"]
+    finally:
+        assert emu(capsys, "down")["ok"]
 
 
 def test_a_labs_fabric_answers_too(live: None, capsys: pytest.CaptureFixture[str]) -> None:
     book = ledger.Ledger.create(NAME)
     lab = LabFabric(FabricSpec(planes=1, hosts=1), NAME, book)
     try:
+        other = ledger.Ledger.create(NAME)
+        with pytest.raises(UsageError, match="is up already"):
+            LabFabric(FabricSpec(planes=1, hosts=1), NAME, other)
+        other.close()
         assert emu(capsys, "fault", UPLINK, "loss=0.5")["ok"]
         assert lab.fabric.state(UPLINK) == {"loss": 0.5}
         assert "lab" in emu(capsys, "down")["error"]["message"]
     finally:
         lab.close()
         book.close()
+    assert not address(NAME).exists()
+
+
+def test_a_labs_fabric_has_the_labs_name_and_status_tells_it(live: None, capsys: pytest.CaptureFixture[str]) -> None:
+    config = LabConfig("scenario", fabric=FabricSpec(planes=1, hosts=1), claim=NAME)
+    platform = Platform(cast(Any, None), Accel("tcg", ""), cast(Any, None))  # no VM is started
+
+    async def main() -> None:
+        async with Lab(config, platform, Silent()) as lab:
+            assert emu(capsys, "show")["pid"] == os.getpid()
+            assert lab.out.is_dir()  # for the supervisor's log, also of a lab without VMs
+            status = json.loads(json.dumps(Supervisor(lab).status()))
+            assert status["fabric"] == {"name": NAME, "engine": "kernel", "planes": 1, "hosts": 2, "links": 6}
+            text = status_text({NAME: {**status, "pid": 1}})
+            assert f"  fabric: 1 plane, 2 hosts, 6 links; emu fabric show --name {NAME}" in text.splitlines()
+
+    asyncio.run(main())
     assert not address(NAME).exists()

@@ -192,6 +192,23 @@ def test_a_name_has_one_living_lab_and_a_dead_one_makes_room(root: Path) -> None
     assert not list(root.glob("*.up"))
 
 
+def test_clean_leaves_a_name_that_another_lab_has_taken(root: Path) -> None:
+    owner, dead_book, _, stray = start_owner(root)
+    owner.kill()
+    owner.wait()
+    living = Ledger.create("new", root)
+    living.claim("net", "fabric")
+    with dead_book.open("a") as book:
+        book.write(json.dumps({"add": "path", "path": str(root / "net.fabric")}) + "\n")
+    assert str(root / "net.fabric") not in [one.what for one in clean(root)]
+    await_end(stray)
+    assert not dead_book.exists() and claimed(root, "fabric")["net"].file == living.book
+    assert claimed(root) == {}
+    living.release("net", "fabric")
+    assert claimed(root, "fabric") == {}
+    living.close()
+
+
 def test_two_labs_of_one_owner_do_not_meet(root: Path) -> None:
     first, second = Ledger.create("same", root), Ledger.create("same", root)
     assert first.directory != second.directory
