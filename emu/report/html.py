@@ -236,18 +236,34 @@ def _stages(one: Mapping[str, Any]) -> Iterator[Element]:
     rows = [
         [stage, _ns(value), f"{100 * value / total_ns:.1f} %" if total_ns else ""] for stage, value in stages.items()
     ]
-    counters = [
-        [key.replace("_", " "), f"{value:,}", f"{value / card['commands']:.3g}"]
-        for key, value in {**card["io"], **card}.items()
-        if isinstance(value, int) and key != "complete"
-    ]
-    note = "" if card["complete"] else "Queues went away meanwhile (a controller reset), and their counts with them."
+    # The namespace counts through a controller reset, queues do not: their rows are never mixed.
+    whole, queues = card["io"], {key: value for key, value in card.items() if type(value) is int}
+    since = "" if card["complete"] else " since the controller reset"
+    note = (
+        since and f"The card's times and what its queues counted are{since}: the counts of earlier queues are gone."
+    )
     yield _figure_with(
         picture,
         f"{title}. The guest's part, where there is one, is fio's mean completion latency less the card's. {note}",
         table("Time of a mean command", ["stage", "time", "share"], rows),
-        table("Counted by the card", ["counter", "sum", "per command"], counters),
+        table(
+            "Counted by the namespace during the whole workload",
+            ["counter", "sum", "per command"],
+            _counters(whole, sum(value for key, value in whole.items() if key.startswith("num_"))),
+        ),
+        table(
+            f"Counted by the controller's queues{since}",
+            ["counter", "sum", "per command"],
+            _counters({key: value for key, value in queues.items() if key not in whole}, card["commands"]),
+        ),
     )
+
+
+def _counters(counts: Mapping[str, int], commands: int) -> list[list[str]]:
+    return [
+        [key.replace("_", " "), f"{count:,}", f"{count / commands:.3g}" if commands else ""]
+        for key, count in counts.items()
+    ]
 
 
 # ---- the rest

@@ -126,10 +126,24 @@ def test_what_a_reader_looks_for(whole: Page) -> None:
     assert "failed" in whole.texts[whole.all("strong")[0]]
     stages = next(whole.texts[i] for i in whole.all("table") if "Time of a mean command" in whole.texts[i])
     assert "waiting at the card1 us" in stages and "served by the card3 us" in stages
-    counted = next(whole.texts[i] for i in whole.all("table") if "Counted by the card" in whole.texts[i])
-    assert "num read ops1001" in counted and "punts30.03" in counted
+    tables = [whole.texts[i] for i in whole.all("table")]
+    assert any("Counted by the namespace" in text and "num read ops1001" in text for text in tables)
+    assert any("Counted by the controller's queuescounter" in text and "punts30.03" in text for text in tables)
     together = next(whole.texts[i] for i in whole.all("p") if "merged histograms of" in whole.texts[i])
     assert "web card.disk, other card.disk" in together
+
+
+def test_counts_before_and_since_a_reset_are_apart() -> None:
+    """As verify leaves them: what was written came before the reset, so the queues made anew know of reads only."""
+    of = full_report()
+    of.workloads.pop()
+    io = {"bytes_read": 8192, "num_read_ops": 2, "bytes_written": 4096, "num_write_ops": 2}
+    since = {"commands": 1, "bytes_read": 4096, "bytes_written": 0, "punts": 3, "complete": False}
+    of.workloads[0].card |= {"io": io, **since}
+    shown = Page(page(of.to_json()))
+    namespace, queues = (shown.texts[i] for i in shown.all("table") if "Counted by" in shown.texts[i])
+    assert "bytes written4,096" in namespace and "num write ops20.5" in namespace and "punts" not in namespace
+    assert "queues since the controller reset" in queues and "punts33" in queues and "bytes" not in queues
 
 
 def test_numbers_that_are_shown_are_those_of_the_merge() -> None:
