@@ -79,7 +79,8 @@ examples:
   emu compare out/last-week out/today                reports that were saved
   emu compare my.toml --aa --trials 20               how often it cries wolf here
 
-here: 0 no difference, 1 NEW is worse in something, 4 it differs and is worse in nothing (--aa: 0 none, 1 some)
+here: 0 no difference, 1 NEW is worse in something, 4 it differs and is worse in nothing, 5 undecided, too few runs
+to tell (--aa: 0 none, 1 some, 5 undecided)
 """
 
 
@@ -245,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of NEW's daemons"
     )
-    compare.add_argument("--pairs", type=int, default=24, help="runs of each side; default: 24")
+    compare.add_argument("--pairs", type=int, default=24, help="runs of each side, 9 or more; default: 24")
     compare.add_argument("--seed", type=int, default=0, help="of the order; default: 0")
     compare.add_argument("--aa", action="store_true", help="BASE against itself: the rate of false positives")
     compare.add_argument("--trials", type=int, default=1, help="repeat the whole comparison; default: 1")

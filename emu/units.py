@@ -45,6 +45,11 @@ def parse_duration(text: str) -> float:
     return duration_s
 
 
+def plural(count: int, noun: str) -> str:
+    """ "1 pair", "2 pairs"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_size(size_bytes: float) -> str:
     """``size_bytes`` for a person: 1073741824 is "1 GiB", 1536 is "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

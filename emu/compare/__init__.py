@@ -12,13 +12,16 @@ test; p-values are adjusted by Benjamini and Hochberg's method, and below 0.005 
 :mod:`emu.compare.judge` for what is measured and :mod:`emu.compare.stats` for the tests.
 
 In ``--out``: compare.json, compare.html, and the report of every run in base/NN and new/NN. Keys of compare.json:
-schema, command, pairs, seed, alpha, trials [{findings, unshared}], false_positives, upper_bound (--aa: the rate of
-trials with a finding that this many trials do not exclude, 95 %), notes, outcome.
+schema, command, pairs, seed, alpha, trials [{outcome, findings, unshared, other_work}], false_positives, upper_bound
+(--aa: the rate of trials with a finding that this many trials do not exclude, 95 %), notes, outcome.
 
-Exit codes: 0 no difference; 1 NEW is worse in something; 4 NEW differs, and is worse in nothing; 2 and 3 as
-everywhere. With --aa: 0 no trial found a difference, 1 some did.
+Outcomes and exit codes: 0 "same", no difference; 1 "worse", NEW is worse in something; 4 "different", NEW differs
+and is worse in nothing, or its workloads do something else; 5 "undecided", nothing was found, but the runs are too
+few for some measures to show a difference; 2 and 3 as everywhere. With --aa: 0 no trial found a difference, 1 some
+did, 5 none did but some could not have.
 
-Limits: a test needs 9 pairs to be able to say anything, and more the more is measured; a note says so.
+Limits: what has noise needs 9 pairs (6 saved runs of each side), and more the more is measured. With fewer only
+deterministic counts are decided; that is said before the first run, and afterwards how many are needed.
 """
 
 from __future__ import annotations
@@ -27,37 +30,52 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dpu.errors import EmuError
 from emu.compare import stats
-from emu.compare.judge import ALPHA, Finding, judge, measures, unshared
+from emu.compare.judge import ALPHA, Finding, judge, measures, operations, unshared
 from emu.compare.runs import Document, OneRun, Side, run_pairs, same_accelerator
+from emu.units import plural
 
 SCHEMA = 1
 COMPARE, PAGE = "compare.json", "compare.html"
-Outcome = Literal["same", "worse", "different"]
+Outcome = Literal["worse", "different", "undecided", "same"]
+_OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)  # of several trials the first of these counts
 
 _HOST = ("cpu_model", "cores", "kernel", "python", "project_version", "qemu_version", "image_digest")
 
 
 @dataclass
 class Trial:
-    """One comparison of all its runs."""
+    """One comparison of all its runs.
+
+    ``unshared``: measures that some runs lack. ``other_work``: workloads and their operations that some runs lack;
+    ``is_other_work``: and the runs of one side have all of one of them, those of the other side none.
+    """
 
     findings: list[Finding]
     unshared: list[str] = field(default_factory=list)
+    other_work: list[str] = field(default_factory=list)
+    is_other_work: bool = False
 
     @property
     def outcome(self) -> Outcome:
         verdicts = {finding.verdict for finding in self.findings}
         if "worse" in verdicts:
             return "worse"
-        return "different" if verdicts & {"better", "changed"} else "same"
+        if verdicts & {"better", "changed"} or self.is_other_work:
+            return "different"
+        return "undecided" if "undecided" in verdicts or self.other_work else "same"
 
     def to_json(self) -> dict[str, Any]:
         findings = [finding.to_json() for finding in self.findings]
-        return {"outcome": self.outcome, "findings": findings, "unshared": self.unshared}
+        return {
+            "outcome": self.outcome,
+            "findings": findings,
+            "unshared": self.unshared,
+            "other_work": self.other_work,
+        }
 
 
 @dataclass
@@ -74,12 +92,17 @@ class Comparison:
 
     @property
     def outcome(self) -> Outcome:
-        return next((trial.outcome for trial in self.trials if trial.outcome != "same"), "same")
+        return min((trial.outcome for trial in self.trials), key=_OUTCOMES.index, default="same")
 
     @property
     def false_positives(self) -> int:
         """Trials that found a difference; of --aa they are false."""
-        return sum(trial.outcome != "same" for trial in self.trials)
+        return sum(trial.outcome in ("worse", "different") for trial in self.trials)
+
+    @property
+    def undecided(self) -> int:
+        """Trials that could not find some differences."""
+        return sum(trial.outcome == "undecided" for trial in self.trials)
 
     def to_json(self) -> dict[str, Any]:
         document: dict[str, Any] = {
@@ -97,7 +120,7 @@ class Comparison:
         }
         if self.aa:
             document["false_positives"] = self.false_positives
-            document["upper_bound"] = stats.upper_bound(self.false_positives, len(self.trials))
+            document["upper_bound"] = stats.upper_bound(self.false_positives, len(self.trials) - self.undecided)
         return document
 
 
@@ -122,19 +145,18 @@ def compare_scenarios(
 def compare_saved(comparison: Comparison, base: Sequence[Document], new: Sequence[Document]) -> None:
     """Judges reports that were made earlier. EmuError when their accelerators differ."""
     same_accelerator([*base, *new])
-    if min(len(base), len(new)) == 1:
-        _note(comparison, "a side of one run shows no noise: only deterministic counts were judged")
     comparison.trials.append(_trial(comparison, base, new, paired=False))
 
 
 def _trial(comparison: Comparison, base: Sequence[Document], new: Sequence[Document], paired: bool) -> Trial:
     sides = [measures(document) for document in base], [measures(document) for document in new]
-    trial = Trial(judge(*sides, paired), unshared(*sides))
-    tests = sum(finding.p is not None for finding in trial.findings)
-    least = stats.smallest_p(len(base)) if paired else stats.smallest_p_unpaired(len(base), len(new))
-    if tests and least * tests >= ALPHA:
+    other, is_other = _other_work([operations(one) for one in base], [operations(one) for one in new])
+    trial = Trial(judge(*sides, paired), unshared(*sides), other, is_other)
+    if any(finding.verdict == "undecided" for finding in trial.findings):
+        noisy = sum(finding.verdict == "undecided" or finding.p is not None for finding in trial.findings)
         runs = "pairs" if paired else "runs of each side"
-        _note(comparison, f"too few {runs} for a difference in one of {tests} measures to show; take more")
+        needed = stats.runs_needed(noisy, ALPHA, paired)
+        _note(comparison, f"too few {runs} to judge {plural(noisy, 'noisy measure')}: take {needed} at least")
     for key in _HOST:
         found = sorted({str(document["host"].get(key)) for document in (*base, *new)})
         if len(found) > 1:
@@ -142,10 +164,20 @@ def _trial(comparison: Comparison, base: Sequence[Document], new: Sequence[Docum
     loads = [document["host"]["load_start"][0] for document in (*base, *new) if document["host"].get("load_start")]
     cores = max(document["host"].get("cores") or 1 for document in (*base, *new))
     if loads and max(loads) > cores:
-        _note(comparison, f"the host was busy: load up to {max(loads):.1f} on {cores} cores")
+        _note(comparison, f"the host was busy: load up to {max(loads):.1f} on {plural(cores, 'core')}")
+    if other:
+        _note(comparison, f"not every run did: {', '.join(other)}")
     if trial.unshared:
         _note(comparison, f"not in every run, so not compared: {', '.join(trial.unshared)}")
     return trial
+
+
+def _other_work(base: Sequence[set[str]], new: Sequence[set[str]]) -> tuple[list[str], bool]:
+    """What some runs did and others did not, and whether some of that is all of one side and none of the other."""
+    runs = [*base, *new]
+    other = sorted({name for run in runs for name in run if not all(name in one for one in runs)})
+    in_base, in_new = ({name: sum(name in run for run in side) / len(side) for name in other} for side in (base, new))
+    return other, any(abs(in_base[name] - in_new[name]) == 1 for name in other)
 
 
 def _note(comparison: Comparison, text: str) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 from rich.console import Console
 
 from dpu.errors import EmuError
-from emu.compare import COMPARE, PAGE, Comparison, Trial, compare_saved, compare_scenarios, write
+from emu.compare import COMPARE, PAGE, Comparison, Trial, compare_saved, compare_scenarios, stats, write
+from emu.compare.judge import ALPHA
 from emu.compare.page import headline, print_comparison
 from emu.compare.runs import Document, Side, is_saved, run_once, saved
 from emu.progress import Progress
 from emu.scenario import Scenario
+from emu.units import plural
 
-CODES = {"same": 0, "worse": 1, "different": 4}
+CODES = {"same": 0, "worse": 1, "different": 4, "undecided": 5}
 
 Load = Callable[[str, Sequence[str]], Scenario]
 """The scenario of a name, changed."""
@@ -36,9 +38,14 @@ def compare(
     operands = [arguments.base, *([arguments.new] if arguments.new else [])]
     kinds = {is_saved(text) for text in operands}
     if kinds == {True, False}:
+        for text in operands:
+            if not is_saved(text) and not _is_scenario(text, load):
+                raise OptionError(f"there is no {text}", "give two folders with saved reports, or two scenarios")
         raise OptionError(
             "a scenario and a saved report cannot be compared", "give two scenarios, or two saved reports"
         )
+    if any(is_saved(text) and Path(text).resolve().is_relative_to(out.resolve()) for text in operands):
+        raise OptionError(f"--out {out} would take away what is compared", "choose another --out")
     _make_room(out)
     comparison = (_saved if kinds == {True} else _scenarios)(arguments, load, progress, out)
     page = write(comparison, out)
@@ -47,7 +54,15 @@ def compare(
         print_comparison(document, console)
         print(f"report: {page}, compare.json")
     code = CODES[comparison.outcome]
-    return document, min(code, 1) if comparison.aa else code
+    return document, 1 if comparison.aa and comparison.false_positives else code
+
+
+def _is_scenario(text: str, load: Load) -> bool:
+    """Whether an operand is a file, or names a packaged scenario."""
+    try:
+        return Path(text).exists() or bool(load(text, ()))
+    except EmuError:
+        return False
 
 
 def _make_room(out: Path) -> None:
@@ -80,7 +95,13 @@ def _scenarios(arguments: argparse.Namespace, load: Load, progress: Progress, ou
     changed = " ".join([arguments.new or arguments.base, *arguments.set, *arguments.env])
     comparison = Comparison(arguments.base, changed, arguments.pairs, arguments.seed, arguments.aa)
     total = 2 * arguments.pairs * arguments.trials
-    progress.step(f"{total} runs in {arguments.pairs} pairs", total=total)
+    if stats.smallest_p(arguments.pairs) >= ALPHA:
+        needed = stats.runs_needed(1, ALPHA, paired=True)
+        pairs = plural(arguments.pairs, "pair")
+        progress.note(
+            f"warning: {pairs} can decide deterministic counts only; what has noise needs {needed} pairs at least"
+        )
+    progress.step(f"{plural(total, 'run')} in {plural(arguments.pairs * arguments.trials, 'pair')}", total=total)
     config = {"accel": arguments.accel, "qemu": arguments.qemu, "restore": not arguments.cold}
 
     def one_run(side: Side, folder: Path) -> Document:

@@ -12,7 +12,8 @@ A measure is one of three kinds:
 * ``count``: a count of bounded work (commands, punts, interrupts) that may or may not depend on timing. Where it was
   the same in all runs of each side (three at least) it is treated as exact, otherwise as measured.
 * ``measured``: anything with noise. A rank test of all runs, adjusted for the number of measures; below ``ALPHA`` it
-  is a difference.
+  is a difference. Where even the clearest difference could not have got there, because the runs are too few, the
+  verdict is "undecided".
 
 Source: the tests are in :mod:`emu.compare.stats`; 0.005 as the threshold of a claim: D. J. Benjamin and others,
 "Redefine statistical significance" (2018).
@@ -34,7 +35,7 @@ _RUNS_FOR_EXACT = 3  # of each side, to take a count that did not vary for one t
 
 Kind = Literal["exact", "count", "measured"]
 Better = Literal["more", "less", ""]
-Verdict = Literal["same", "better", "worse", "changed", "not judged"]
+Verdict = Literal["same", "better", "worse", "changed", "undecided"]
 
 _LATENCIES = ("clat_p50", "clat_p99")
 _BETTER: dict[str, Better] = {"1/s": "more", "B/s": "more", "ns": "less", "s": "less"}
@@ -98,6 +99,17 @@ def measures(document: Mapping[str, Any]) -> dict[str, Measure]:
     return found
 
 
+def operations(document: Mapping[str, Any]) -> set[str]:
+    """What one run did: its workloads by name, and the operations of those that did not fail."""
+    found: set[str] = set()
+    for number, result in enumerate(document["workloads"]):
+        name = f"{number + 1}. {result['name']}"
+        found.add(name)
+        if result["ok"]:
+            found |= {f"{name} {sample['op']}" for sample in result["samples"] if sample["op"]}
+    return found
+
+
 def _is_bounded(params: Mapping[str, Any]) -> bool:
     """Whether the workload ends after an amount of work, not of time."""
     if params["type"] == "fio":
@@ -157,9 +169,11 @@ def judge(base: Sequence[Mapping[str, Measure]], new: Sequence[Mapping[str, Meas
         raise EmuError("BASE and NEW measure nothing in common", "give both the same workloads")
     findings = [_compare(name, [r[name] for r in base], [r[name] for r in new], paired) for name in names]
     tested = [index for index, finding in enumerate(findings) if finding.p is not None]
-    adjusted = stats.benjamini_hochberg([findings[index].p or 0.0 for index in tested])
-    for index, value in zip(tested, adjusted):
-        findings[index] = _decided(findings[index], value)
+    p_values = [findings[index].p or 0.0 for index in tested]
+    least = stats.smallest_p(len(base)) if paired else stats.smallest_p_unpaired(len(base), len(new))
+    for place, (index, value) in enumerate(zip(tested, stats.benjamini_hochberg(p_values))):
+        best_case = stats.benjamini_hochberg([*p_values[:place], least, *p_values[place + 1 :]])[place]
+        findings[index] = _decided(findings[index], value, best_case)
     return findings
 
 
@@ -179,7 +193,7 @@ def _compare(name: str, base: Sequence[Measure], new: Sequence[Measure], paired:
         verdict = _direction(shown[0], shown[1], first.better) if sorted(set(old)) != sorted(set(late)) else "same"
         return _replace(finding, kind="exact", base=shown[0], new=shown[1], verdict=verdict)
     if min(len(old), len(late)) < 2:
-        return _replace(finding, verdict="not judged")
+        return _replace(finding, verdict="undecided")
     positive = min(*old, *late) > 0
     a, b = ([math.log(v) for v in old], [math.log(v) for v in late]) if positive else (old, late)
     if paired:
@@ -196,10 +210,10 @@ def _compare(name: str, base: Sequence[Measure], new: Sequence[Measure], paired:
     return _replace(finding, ratio=math.exp(middle), low=ends[0], high=ends[1])
 
 
-def _decided(finding: Finding, adjusted: float) -> Finding:
-    """The verdict on something tested."""
+def _decided(finding: Finding, adjusted: float, best_case: float) -> Finding:
+    """The verdict on something tested; ``best_case``: its adjusted p, differed it as clearly as so many runs can."""
     if adjusted >= ALPHA:
-        return _replace(finding, adjusted=adjusted)
+        return _replace(finding, adjusted=adjusted, verdict="same" if best_case < ALPHA else "undecided")
     assert finding.effect is not None
     return _replace(finding, adjusted=adjusted, verdict=_direction(0.0, finding.effect, finding.better))
 

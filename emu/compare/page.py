@@ -17,10 +17,15 @@ from rich.table import Table
 from emu.report import svg
 from emu.report.html import whole_page
 from emu.report.markup import node, table
-from emu.units import format_duration, format_size
+from emu.units import format_duration, format_size, plural
 
 HEADS = ["measure", "BASE", "NEW", "NEW : BASE", "95 % interval", "effect", "adjusted p", "verdict"]
-_WORDS = {"same": "no difference", "worse": "NEW is worse", "different": "NEW differs"}
+_WORDS = {
+    "same": "no difference",
+    "worse": "NEW is worse",
+    "different": "NEW differs",
+    "undecided": "undecided: too few runs to tell",
+}
 _CLASSES = {"worse": "failed", "better": "ok", "changed": "failed"}
 
 
@@ -41,13 +46,20 @@ def headline(document: Mapping[str, Any]) -> str:
     """The outcome in a line."""
     if not document["aa"]:
         return _WORDS[document["outcome"]]
-    found, trials = document["false_positives"], len(document["trials"])
-    return f"A/A: {found} of {trials} trials found a difference (at most {document['upper_bound']:.0%} would, 95 %)"
+    outcomes, most = [trial["outcome"] for trial in document["trials"]], 100 * document["upper_bound"]
+    words = f"A/A: {document['false_positives']} of {plural(len(outcomes), 'trial')} found a difference"
+    if undecided := outcomes.count("undecided"):
+        words += f", {undecided} had too few runs to tell"
+    return words if most == 100 else f"{words}; with 95 % confidence at most {most:.0f} % of trials would"
 
 
 def subject(document: Mapping[str, Any]) -> str:
     """What was compared."""
-    how = "saved reports" if document["pairs"] is None else f"{document['pairs']} pairs, seed {document['seed']}"
+    how = (
+        "saved reports"
+        if document["pairs"] is None
+        else f"{plural(document['pairs'], 'pair')}, seed {document['seed']}"
+    )
     sides = f"BASE {document['base']}, NEW {document['new']}"
     return f"{sides}; {how}; a difference is an adjusted p below {document['alpha']}"
 
@@ -104,10 +116,12 @@ def print_comparison(document: Mapping[str, Any], console: Console) -> None:
         for one in trial["findings"]:
             if one in alike:
                 continue
-            style = {"worse": "red", "better": "green", "changed": "yellow"}.get(one["verdict"], "")
+            style = {"worse": "red", "better": "green", "changed": "yellow", "undecided": "yellow"}.get(
+                one["verdict"], ""
+            )
             shown.add_row(*map(escape, cells(one)), style=style)
         console.print(shown)
-        console.print(f"{len(alike)} deterministic counts are the same in all runs", highlight=False)
+        console.print(f"the same in all runs: {plural(len(alike), 'deterministic count')}", highlight=False)
     for note in document["notes"]:
         console.print(escape(note), style="dim", highlight=False)
     console.print(escape(subject(document)), style="dim", highlight=False)

@@ -99,11 +99,18 @@ def environment(more: Mapping[str, str]) -> Iterator[None]:
 
 def saved(path: Path) -> list[Document]:
     """The reports in ``path``: a report.json, a folder with one, or a folder of such folders. EmuError otherwise."""
+    if not path.exists():
+        raise EmuError(
+            f"there is no {path}", "give a folder that `emu run --out` has left, or one with several of them"
+        )
     files = [path if path.is_file() else path / REPORT]
     if not files[0].is_file():
         files = sorted(path.glob(f"*/{REPORT}"))
+    if not files and (below := [*path.glob(f"*/*/{REPORT}"), *path.glob(f"*/*/*/{REPORT}")]):
+        sides = sorted({str(file.parents[1]) for file in below})
+        raise EmuError(f"{path} holds runs of several sides", f"give one of them: {' or '.join(sides[:2])}")
     if not files:
-        raise EmuError(f"{path} has no {REPORT}", "give a folder that `emu run --out` or `emu compare` has left")
+        raise EmuError(f"{path} has no {REPORT}", "give a folder that `emu run --out` has left, or one with several")
     return [_load(file) for file in files]
 
 

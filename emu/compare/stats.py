@@ -64,6 +64,14 @@ def smallest_p_unpaired(base: int, new: int) -> float:
     return min(1.0, 2 / comb(base + new, new))
 
 
+def runs_needed(tests: int, alpha: float, paired: bool) -> int:
+    """The least number of pairs (or of runs of each side) with which one difference among ``tests`` can show."""
+    runs = 1
+    while (smallest_p(runs) if paired else smallest_p_unpaired(runs, runs)) * tests >= alpha:
+        runs += 1
+    return runs
+
+
 def benjamini_hochberg(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values in the same order: calling all below q different has a false discovery rate of at most q."""
     order = sorted(range(len(p_values)), key=p_values.__getitem__)

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from emu.report.document import Report
-from emu.units import format_duration, format_size
+from emu.units import format_duration, format_size, plural
 from emu.workloads import Result, Sample
 
 _COLUMNS = ("iops", "bw_bytes", "clat_p50", "clat_p99")
@@ -80,9 +80,9 @@ def _context(report: Report) -> Iterator[str]:
         f"{host['accelerator']} ({host['accelerator_why']})" if host.get("accelerator") else "",
         f"QEMU {host['qemu_version']}" if host.get("qemu_version") else "",
         f"image {host['image_digest']}" if host.get("image_digest") else "",
-        f"{host['cores']} cores, load {host['load_start'][0]:.1f}" if host.get("load_start") else "",
+        f"{plural(host['cores'], 'core')}, load {host['load_start'][0]:.1f}" if host.get("load_start") else "",
     ]
     yield "; ".join(part for part in parts if part)
     for name, dpu in report.dpus.items():
         if dpu.worker_restarts:
-            yield f"{name}: its worker was restarted {dpu.worker_restarts} times"
+            yield f"{name}: its worker was restarted {plural(dpu.worker_restarts, 'time')}"

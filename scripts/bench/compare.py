@@ -199,7 +199,7 @@ def run(arguments: argparse.Namespace) -> common.Report:
             ratio = report.results[kind]["ratio"]
             told = f"{ratio['median']:.3f} ({ratio['min']:.3f}-{ratio['max']:.3f})"
             rows.append([kind, arguments.trials, *(verdicts[one] for one in ("worse", "same", "better")), told])
-        false = arguments.trials - verdicts["same"]
+        false = arguments.trials - verdicts["same"] - verdicts["undecided"]
         report.results["A/A"]["false_positive_rate_at_most"] = round(stats.upper_bound(false, arguments.trials), 3)
         common.table(["", "trials", "worse", "same", "better", "NEW : BASE"], rows)
     return report

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dpu.errors import EmuError
 from emu import cli
-from emu.compare import Comparison, compare_saved, compare_scenarios, runs, stats, write
+from emu.compare import Comparison, _trial, compare_saved, compare_scenarios, runs, stats, write
 from emu.compare.judge import ALPHA, Finding, Measure, judge, measures
 from emu.compare.page import page, print_comparison
 from emu.compare.runs import Document, Side
@@ -39,6 +39,9 @@ type = "fio"
 name = "sized"
 size = "1M"
 """
+
+
+DIFFERENT = {"worse", "better", "changed"}
 
 
 def document(
@@ -130,14 +133,14 @@ def test_lost_counts_are_not_compared() -> None:
 def test_deterministic_counts_have_no_tolerance() -> None:
     base = [document() for _ in range(3)]
     found = judged(base, [document(written=(1 << 20) + 512) for _ in range(3)])
-    assert {name for name, one in found.items() if one.verdict != "same"} == {"2. sized card bytes_written"}
+    assert {name for name, one in found.items() if one.verdict in DIFFERENT} == {"2. sized card bytes_written"}
     assert found["2. sized card bytes_written"].verdict == "changed"
     found = judged(base, [document(punts=1) for _ in range(3)])
-    assert {name for name, one in found.items() if one.verdict != "same"} == {"2. sized card punts per command"}
+    assert {name for name, one in found.items() if one.verdict in DIFFERENT} == {"2. sized card punts per command"}
     assert found["2. sized card punts per command"].verdict == "worse"
     assert judged(base, [document(commands=257)] * 3)["2. sized card commands"].verdict == "changed"
     few = judged(base[:2], [document(commands=257)] * 2)["2. sized card commands"]
-    assert (few.kind, few.verdict) == ("measured", "same")  # two runs alike do not make a count deterministic
+    assert (few.kind, few.verdict) == ("measured", "undecided")  # two runs alike do not make a count deterministic
     found = judged(base, [document(), document(restarts=1), document(ok=False)])
     assert found["card restarts"].verdict == found["2. sized failed"].verdict == "worse"
     assert (found["card restarts"].base, found["card restarts"].new) == (0, 1)
@@ -211,7 +214,40 @@ def test_many_measures_need_more() -> None:
     new = [{**run, "m0": Measure(2.0 + index, "ns", "measured", "less")} for index in range(9)]
     (moved,) = [one for one in judge(base, new, paired=True) if one.name == "m0"]
     assert moved.p == stats.smallest_p(9) < ALPHA
-    assert moved.adjusted == pytest.approx(20 * moved.p) and moved.verdict == "same"
+    assert moved.adjusted == pytest.approx(20 * moved.p) and moved.verdict == "undecided"
+    assert stats.runs_needed(20, ALPHA, paired=True) == 13  # 20 * 2^-12 < 0.005 <= 20 * 2^-11
+    all_moved = [{name: Measure(2.0 + index, "ns", "measured", "less") for name in run} for index in range(9)]
+    assert {one.verdict for one in judge(base, all_moved, paired=True)} == {"worse"}  # together they could be seen
+
+
+@pytest.mark.parametrize("pairs", range(1, 9))
+def test_too_few_pairs_cannot_say_same(pairs: int) -> None:
+    """Under p = 2 of 2^n flips nothing reaches 0.005 below nine pairs, whatever the size of the difference."""
+    comparison = Comparison("a", "b", pairs)
+    trial = _trial(comparison, [document()] * pairs, [document(iops=4e4, p99=2e7)] * pairs, paired=True)
+    verdicts = {one.name: one.verdict for one in trial.findings}
+    assert {verdicts[f"1. timed read {name}"] for name in ("iops", "clat_p50", "clat_p99")} == {"undecided"}
+    assert trial.outcome == "undecided" and verdicts["2. sized card bytes_written"] == "same"
+    assert "take " in comparison.notes[0]
+    changed = _trial(comparison, [document()] * pairs, [document(written=1)] * pairs, paired=True)
+    assert changed.outcome == "different"  # what is exact needs no more runs
+
+
+def test_other_work_is_a_difference() -> None:
+    one = noisy(14, 1)
+    fewer = noisy(14, 2)
+    for lacking in fewer:
+        del lacking["workloads"][1]
+    comparison = Comparison("a", "b")
+    compare_saved(comparison, one, fewer)
+    assert comparison.outcome == "different" and comparison.notes[0] == "not every run did: 2. sized, 2. sized write"
+    compare_saved(comparison, one, one)
+    assert comparison.trials[1].outcome == "same"
+    writes = json.loads(json.dumps(one).replace('"read"', '"write"'))
+    compare_saved(comparison, one, writes)
+    assert comparison.trials[2].outcome == "different"
+    compare_saved(comparison, one, [*one[1:], fewer[0]])
+    assert comparison.trials[3].outcome == "undecided" and not comparison.to_json()["ok"]
 
 
 def test_zeros_have_no_ratio() -> None:
@@ -225,11 +261,13 @@ def test_zeros_have_no_ratio() -> None:
 
 def test_one_run_of_each_side() -> None:
     found = judged([document()], [document(iops=1, written=5)], paired=False)
-    assert found["1. timed read iops"].verdict == "not judged"
+    assert found["1. timed read iops"].verdict == "undecided"
     assert found["2. sized card bytes_written"].verdict == "changed"
     comparison = Comparison("a", "b")
     compare_saved(comparison, [document()], [document()])
-    assert comparison.outcome == "same" and "only deterministic counts" in comparison.notes[0]
+    assert comparison.outcome == "undecided" and "too few runs of each side" in comparison.notes[0]
+    compare_saved(comparison, [document()], [document(written=5)])
+    assert comparison.to_json()["outcome"] == "different"
 
 
 def test_nothing_in_common() -> None:
@@ -301,8 +339,17 @@ def test_saved_reports(tmp_path: Path) -> None:
     assert [one["name"] for one in runs.saved(tmp_path / "side")] == ["1", "2"]
     assert [one["name"] for one in runs.saved(tmp_path / "side/02")] == ["2"]
     assert [one["name"] for one in runs.saved(tmp_path / "side/02/report.json")] == ["2"]
+    (tmp_path / "empty").mkdir()
     with pytest.raises(EmuError, match=r"has no report\.json"):
+        runs.saved(tmp_path / "empty")
+    with pytest.raises(EmuError, match=r"there is no .*nosuch"):
+        runs.saved(tmp_path / "nosuch")
+    (tmp_path / "side").rename(tmp_path / "base")
+    (tmp_path / "new/01").mkdir(parents=True)
+    (tmp_path / "new/01/report.json").write_text("{}")
+    with pytest.raises(EmuError) as both:
         runs.saved(tmp_path)
+    assert both.value.hint == f"give one of them: {tmp_path}/base or {tmp_path}/new"
     for text, words in (
         ("{", "cannot be read"),
         ("[]", "no report of schema 1"),
@@ -367,7 +414,7 @@ def test_outcomes_and_files(tmp_path: Path) -> None:
     print_comparison(saved, console)
     text = console.export_text()
     assert "NEW is worse" in text and "1. timed read clat_p99" in text
-    assert "2. sized card bytes_written" not in text and "14 deterministic counts are the same" in text
+    assert "2. sized card bytes_written" not in text and "the same in all runs: 14 deterministic counts" in text
 
 
 def test_false_positives_are_counted(tmp_path: Path) -> None:
@@ -424,12 +471,22 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
     made = json.loads(capsys.readouterr().out)
     assert (made["outcome"], made["new"]) == ("different", "my.toml workload.0.iodepth=64 A=1")
     assert sorted(depths, key=str) == [(1, {}, "tcg")] * 3 + [(64, {"A": "1"}, "tcg")] * 3
-    assert cli.main(["compare", "my.toml", "--aa", "--pairs", "1", "--trials", "2", "--out", "out/aa"]) == 0
-    assert "A/A: 0 of 2 trials found a difference" in capsys.readouterr().out
+    assert cli.main(["compare", "my.toml", "--aa", "--pairs", "1", "--trials", "2", "--out", "out/aa"]) == 5
+    captured = capsys.readouterr()
+    assert "A/A: 0 of 2 trials found a difference, 2 had too few runs to tell\n" in captured.out
+    assert "1 pair, seed 0" in captured.out
+    assert "1 pair can decide deterministic counts only" in captured.err
+    assert cli.main(["compare", "my.toml", "--env", "A=1", "--pairs", "3"]) == 5
+    captured = capsys.readouterr()
+    assert "undecided" in captured.out and "needs 9 pairs at least" in captured.err
+    assert cli.main(["compare", "my.toml", "--aa", "--pairs", "14", "--out", "out/aa"]) == 0
+    captured = capsys.readouterr()
+    assert "A/A: 0 of 1 trial found a difference; with 95 % confidence at most 95 % of trials would" in captured.out
+    assert "warning" not in captured.err
     assert (tmp_path / "out/aa/compare.html").is_file()
     monkeypatch.setattr(emu.compare.command, "run_once", lambda side, *_, **__: document(written=len(side.name)))
     assert cli.main(["compare", "my.toml", "--aa", "--pairs", "3", "--out", "out/aa"]) == 1  # and not 4
-    assert "A/A: 1 of 1 trials" in capsys.readouterr().out
+    assert "A/A: 1 of 1 trial found" in capsys.readouterr().out
     for side in ("base", "new"):
         (tmp_path / side).mkdir()
         (tmp_path / side / "report.json").write_text(json.dumps(document(restarts=int(side == "new"))))
@@ -443,7 +500,10 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest
         (["my.toml"], "there is no NEW"),
         (["my.toml", "my.toml", "--aa"], "--aa compares BASE with itself"),
         (["my.toml", "base"], "a scenario and a saved report cannot be compared"),
+        (["demo", "base"], "a scenario and a saved report cannot be compared"),
+        (["base", "out/nosuch"], "there is no out/nosuch"),
         (["base", "base", "--set", "x=1"], "saved reports are compared as they are"),
+        (["base", "base", "--out", "."], "would take away what is compared"),
         (["base"], "saved reports are compared as they are"),
         (["my.toml", "--env", "A"], "--env A is not NAME=VALUE"),
         (["my.toml", "my.toml", "--pairs", "0"], "count from 1"),
