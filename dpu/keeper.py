@@ -155,7 +155,9 @@ class Keeper:
         except OSError as error:
             raise EmuError(
                 f"cannot listen at {rpc_socket}: {error.strerror or error}",
-                "end the other dpud or name another socket with -r",
+                "end the other dpud or name another socket with -r"
+                if error.errno == errno.EADDRINUSE
+                else "name another socket with -r, in a directory that is there and yours",
             ) from error
         self._config = ConfigStore.create()
         if config:

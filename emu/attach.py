@@ -4,8 +4,9 @@
     copy(book, ["a", "b"], "web:/tmp")                  # one side is VM:PATH, as with scp
     console(book, "web")                                # until Ctrl-]
 
-Files are copied by tar on both sides: with their permissions, directories whole, a file under a new name only when
-all of it has come. Limits: contents of devices and of /proc: `emu exec VM -- cat`.
+Files are copied by tar on both sides: with their permissions, directories whole. What comes has its name only when
+all of it is there; a directory that is there already gets its files one by one. Limits: contents of devices and of
+/proc: `emu exec VM -- cat`.
 Errors: UsageError for paths that are not there; EmuError with the words of tar.
 """
 
@@ -15,6 +16,7 @@ import base64
 import contextlib
 import os
 import re
+import secrets
 import select
 import shutil
 import subprocess
@@ -31,6 +33,7 @@ from dpu.errors import EmuError, UsageError
 from emu.control import connect
 from emu.ledger import Book
 from emu.process import Identity
+from emu.progress import Progress
 
 _REMOTE = re.compile(r"([a-z0-9][a-z0-9_-]{0,15}):(.*)", re.DOTALL)
 _LEAVE = b"\x1d"  # Ctrl-], as telnet and virsh
@@ -39,20 +42,25 @@ _SHOWN_BYTES = 2000  # of what the console has shown before
 _QUIET_S = 1.0  # of a console that has no more to say to what was typed
 _ANSWER_S_MAX = 10.0  # for one that is never quiet
 
-# $1: where to; $2: 1 when that must be a directory; $3: the name of what comes. tar is read whole before the name is
-# given, so that nobody finds half a file.
+# $1: where to; $2: 1 when that must be a directory; $3: the name of what comes; $4: of a directory for it meanwhile.
+# tar is read whole before the name is given, so that nobody finds half a file.
 _UNPACK = r"""
-if [ -d "$1" ]; then exec tar -xf - -C "$1"; fi
-case $1 in */) echo "$1 is no directory" >&2; exit 20 ;; esac
-if [ "$2" = 1 ]; then echo "$1 is no directory" >&2; exit 20; fi
-parent=$(dirname "$1")
-[ -d "$parent" ] || { echo "there is no directory $parent" >&2; exit 20; }
-new=$(mktemp -d "$parent/.emu-cp-XXXXXX") || exit 21
-tar -xf - -C "$new" && mv -f "$new/$3" "$1"
+if [ -d "$1/$3" ]; then exec tar -xf - -C "$1"; fi
+if [ -d "$1" ]; then parent=$1 final=$1/$3
+else
+  case $1 in */) echo "$1 is no directory" >&2; exit 20 ;; esac
+  if [ "$2" = 1 ]; then echo "$1 is no directory" >&2; exit 20; fi
+  parent=$(dirname "$1") final=$1
+  [ -d "$parent" ] || { echo "there is no directory $parent" >&2; exit 20; }
+fi
+mkdir -m 700 "$parent/$4" || exit 21
+tar -xf - -C "$parent/$4" && mv -f "$parent/$4/$3" "$final"
 code=$?
-rm -rf "$new"
+rm -rf "$parent/$4"
 exit $code
 """
+# Takes away what _UNPACK has left when it was killed. $1: where to; $2: its $4.
+_FORGET = 'if [ -d "$1" ]; then rm -rf "$1/$2"; else rm -rf "$(dirname "$1")/$2"; fi'
 _PACK = r"""
 [ -e "$1" ] || { echo "there is no $1" >&2; exit 20; }
 [ -f "$1" ] || [ -d "$1" ] || { echo "$1 is neither a file nor a directory" >&2; exit 20; }
@@ -100,7 +108,7 @@ def vm_of(paths: Iterable[str]) -> str | None:
     return next((match[1] for match in map(_REMOTE.fullmatch, paths) if match is not None), None)
 
 
-def copy(book: Book, sources: Sequence[str], target: str) -> None:
+def copy(book: Book, sources: Sequence[str], target: str, progress: Progress) -> None:
     """Copy ``sources`` to ``target``, an existing directory where there are several."""
     remote = [_REMOTE.fullmatch(one) for one in sources]
     to = _REMOTE.fullmatch(target)
@@ -109,33 +117,54 @@ def copy(book: Book, sources: Sequence[str], target: str) -> None:
             if not source.exists():
                 raise UsageError(f"there is no {source}", "give a file or a directory")
         for source in map(Path, sources):
-            _upload(book, source, to[1], to[2] or ".", len(sources) > 1)
+            _upload(book, source, to[1], to[2] or ".", len(sources) > 1, progress)
     elif to is None and all(remote):
         place = Path(target)
         if (len(sources) > 1 or target.endswith("/")) and not place.is_dir():
             raise UsageError(f"{target} is no directory", "make it, or copy one file")
         for match in remote:
             assert match is not None
-            _download(book, match[1], match[2], place)
+            _download(book, match[1], match[2], place, progress)
     else:
         raise UsageError("one side is in a VM, and only one", "write VM:PATH for it")
 
 
-def _upload(book: Book, source: Path, vm: str, target: str, into: bool) -> None:
+def _upload(book: Book, source: Path, vm: str, target: str, into: bool, progress: Progress) -> None:
     place = source.resolve()
+    progress.step(f"Copying {source} to {vm}:{target}", _size(place))
+    meanwhile = f".emu-cp-{secrets.token_hex(4)}"
     pack = ["tar", "-cf", "-", "-C", str(place.parent), "--", place.name]
     with subprocess.Popen(pack, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as tar:
         assert tar.stdout is not None and tar.stderr is not None
-        argv = ["sh", "-c", _UNPACK, "emu-cp", target, str(int(into)), place.name]
-        code, said = _in_guest(book, vm, argv, tar.stdout.fileno(), lambda data: None)
-        tar.stdout.close()
+        argv = ["sh", "-c", _UNPACK, "emu-cp", target, str(int(into)), place.name, meanwhile]
+        try:
+            code, said = _in_guest(book, vm, argv, tar.stdout.fileno(), lambda data: None, progress.advance)
+        except KeyboardInterrupt:
+            with contextlib.suppress(EmuError):
+                _in_guest(book, vm, ["sh", "-c", _FORGET, "emu-cp", target, meanwhile], None, lambda data: None)
+            raise
+        finally:
+            tar.stdout.close()
         complaint = tar.stderr.read().decode(errors="replace")
-    _judge(code, said, f"cannot copy {source} to {vm}:{target}")
+    space = f"see `emu exec {vm} -- df -h`: in this project's image, / is RAM; the file system of a disk takes more"
+    _judge(code, said, f"cannot copy {source} to {vm}:{target}", space)
     if tar.returncode:
         raise EmuError(f"cannot read all of {source}: {complaint.strip()}", "see its permissions")
 
 
-def _download(book: Book, vm: str, source: str, target: Path) -> None:
+def _size(place: Path) -> int:
+    """Bytes of a file, or of all in a directory."""
+    files = [place] if place.is_file() else place.rglob("*")
+    return sum(one.lstat().st_size for one in files)
+
+
+def _size_in_guest(book: Book, vm: str, source: str) -> int | None:
+    found = bytearray()
+    code, _ = _in_guest(book, vm, ["du", "-sk", source], None, found.extend)
+    return int(found.split()[0]) << 10 if code == 0 and found else None
+
+
+def _download(book: Book, vm: str, source: str, target: Path, progress: Progress) -> None:
     parent = target if target.is_dir() else target.parent
     if not parent.is_dir():
         raise UsageError(f"there is no directory {parent}", "make it, or give another path")
@@ -144,14 +173,17 @@ def _download(book: Book, vm: str, source: str, target: Path) -> None:
     except OSError as error:
         raise UsageError(f"cannot write in {parent}: {error.strerror}", "give another path") from error
     try:
+        progress.step(f"Copying {vm}:{source} to {target}", _size_in_guest(book, vm, source))
         unpack = ["tar", "-xf", "-", "--no-same-owner", "-C", str(new)]
         with subprocess.Popen(unpack, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as tar:
             assert tar.stdin is not None and tar.stderr is not None
-            code, said = _in_guest(book, vm, ["sh", "-c", _PACK, "emu-cp", source], None, _feeder(tar.stdin))
+            code, said = _in_guest(
+                book, vm, ["sh", "-c", _PACK, "emu-cp", source], None, _feeder(tar.stdin, progress)
+            )
             with contextlib.suppress(BrokenPipeError):
                 tar.stdin.close()
             complaint = tar.stderr.read().decode(errors="replace")
-        _judge(code, said, f"cannot copy {vm}:{source}")
+        _judge(code, said, f"cannot copy {vm}:{source}", "see its permissions")
         if tar.returncode:
             raise EmuError(f"cannot write {target}: {complaint.strip()}", "see the free space and permissions")
         for made in new.iterdir():
@@ -170,8 +202,9 @@ def _move(made: Path, final: Path) -> None:
         raise UsageError(f"cannot write {final}: {error.strerror}", "remove it, or give another path") from error
 
 
-def _feeder(pipe: IO[bytes]) -> Callable[[bytes], None]:
+def _feeder(pipe: IO[bytes], progress: Progress) -> Callable[[bytes], None]:
     def feed(data: bytes) -> None:
+        progress.advance(len(data))
         with contextlib.suppress(BrokenPipeError):  # tar has ended and says why
             pipe.write(data)
 
@@ -179,21 +212,26 @@ def _feeder(pipe: IO[bytes]) -> Callable[[bytes], None]:
 
 
 def _in_guest(
-    book: Book, vm: str, argv: Sequence[str], stdin: int | None, write: Callable[[bytes], None]
+    book: Book,
+    vm: str,
+    argv: Sequence[str],
+    stdin: int | None,
+    write: Callable[[bytes], None],
+    sent: Callable[[int], object] = lambda count: None,
 ) -> tuple[int, str]:
     complaint = bytearray()
     with connect(book) as control:
         code = control.exec(
-            vm, argv, stdin, lambda stream, data: write(data) if stream == 1 else complaint.extend(data)
+            vm, argv, stdin, lambda stream, data: write(data) if stream == 1 else complaint.extend(data), sent
         )
     return code, complaint.decode(errors="replace").strip()
 
 
-def _judge(code: int, said: str, what: str) -> None:
+def _judge(code: int, said: str, what: str, hint: str) -> None:
     if code == _NOT_THERE:
         raise UsageError(said, "give a path that is there")
     if code:
-        raise EmuError(f"{what}: {said or f'tar ended with {code}'}", "see the free space in the guest")
+        raise EmuError(f"{what}: {said or f'tar ended with {code}'}", hint)
 
 
 # ---- console

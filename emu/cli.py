@@ -505,13 +505,12 @@ def _exec(arguments: argparse.Namespace) -> int:
 
 def _cp(arguments: argparse.Namespace) -> int:
     from emu import attach, control
-    from emu.progress import Silent, make
+    from emu.progress import Late, make
 
-    progress = make() if sys.stderr.isatty() else Silent()
-    progress.step(f"Copying to {arguments.target}")
+    progress = Late(make)
     try:
         book = control.find(arguments.lab, attach.vm_of([*arguments.source, arguments.target]))
-        attach.copy(book, arguments.source, arguments.target)
+        attach.copy(book, arguments.source, arguments.target, progress)
     finally:
         progress.close()
     if arguments.json:

@@ -138,15 +138,28 @@ class Control:
             self._send(keys[start : start + RAW_BYTES_MAX], op="type", vm=vm)
             self._follow(None, lambda stream, data: None)
 
-    def exec(self, vm: str, argv: Sequence[str], stdin: int | None, write: Callable[[int, bytes], object]) -> int:
+    def exec(
+        self,
+        vm: str,
+        argv: Sequence[str],
+        stdin: int | None,
+        write: Callable[[int, bytes], object],
+        sent: Callable[[int], object] = lambda count: None,
+    ) -> int:
         """Run a program in ``vm``; its exit code, 128 + n for signal n.
 
-        ``stdin``: a file descriptor of ours that is its input, or None. ``write(stream, data)``: its output.
+        ``stdin``: a file descriptor of ours that is its input, or None. ``write(stream, data)``: its output;
+        ``sent(count)``: so many more bytes of the input are on their way.
         """
         self._send(op="exec", vm=vm, argv=list(argv), stdin=stdin is not None)
-        return self._follow(stdin, write)
+        return self._follow(stdin, write, sent)
 
-    def _follow(self, stdin: int | None, write: Callable[[int, bytes], object]) -> int:
+    def _follow(
+        self,
+        stdin: int | None,
+        write: Callable[[int, bytes], object],
+        sent: Callable[[int], object] = lambda count: None,
+    ) -> int:
         wanted = stdin is not None  # a piece of input may be sent
         while True:
             sources = [self._sock.fileno(), stdin] if wanted and stdin is not None else [self._sock.fileno()]
@@ -163,6 +176,7 @@ class Control:
             elif stdin is not None:
                 data = os.read(stdin, RAW_BYTES_MAX)
                 self._send(data)
+                sent(len(data))
                 wanted = False
                 stdin = stdin if data else None
 

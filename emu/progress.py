@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -80,7 +81,7 @@ class Lines(Silent):
         now = time.monotonic()
         if self._total and now - self._said_at >= self._interval_s:
             self._said_at = now
-            print(f"{self._text}: {100 * self._done // self._total}%", file=self._stream, flush=True)
+            print(f"{self._text}: {min(100, 100 * self._done // self._total)}%", file=self._stream, flush=True)
 
     def note(self, text: str) -> None:
         super().note(text)
@@ -121,6 +122,36 @@ class Bar(Silent):
     def _finish(self) -> None:
         self._bars.update(self._task, total=1, completed=1)
         self._bars.stop_task(self._task)
+
+
+class Late(Silent):
+    """Another progress, of which nothing is made or said for work that is done within ``delay_s``."""
+
+    def __init__(self, make: Callable[[], Progress], delay_s: float = 1.0) -> None:
+        super().__init__()
+        self._make = make
+        self._from = time.monotonic() + delay_s
+        self._step: tuple[str, int | None] = "", None
+        self._done = 0
+        self._shown: Progress | None = None
+
+    def step(self, text: str, total: int | None = None) -> None:
+        self._step, self._done = (text, total), 0
+        if self._shown is not None:
+            self._shown.step(text, total)
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        if self._shown is not None:
+            self._shown.advance(count)
+        elif time.monotonic() >= self._from:
+            self._shown = self._make()
+            self._shown.step(*self._step)
+            self._shown.advance(self._done)
+
+    def close(self) -> None:
+        if self._shown is not None:
+            self._shown.close()
 
 
 def make(json: bool = False) -> Progress:

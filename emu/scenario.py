@@ -598,10 +598,22 @@ def _line(where: str) -> int:
     return int(line) if line.isdigit() else 0
 
 
+_SAME = (
+    {"bs", "bsize", "blocksize", "block_size"},
+    {"iodepth", "depth", "qd", "qdepth", "queue_depth"},
+    {"numjobs", "jobs", "threads"},
+    {"runtime", "time", "duration"},
+    {"memory", "ram", "mem"},
+    {"vcpus", "cpus", "smp"},
+)
+"""What other tools call a key: a better guess than the spelling is."""
+
+
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """A sentence about a name that is not known, with the nearest that is, or with all of them."""
     names = [str(item) for item in known]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    near = [one for one in names if any({name, one} <= same for same in _SAME)]
+    near = near or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
         hint = f'; did you mean "{near[0]}"?'
     else:

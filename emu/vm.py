@@ -378,10 +378,16 @@ class Vm:
         if restore is not None:
             await self.migrate("migrate-incoming", restore)
             await self._qmp.execute("cont")
-        self._guest = await Guest.connect(self.paths.agent)
+        await self._meet()
         if restore is not None:
-            await self._guest.set_clock()
-            await self._guest.reseed()
+            await self.guest.set_clock()
+            await self.guest.reseed()
+
+    async def _meet(self) -> None:
+        """Find the agent; a guest of the project's image is named after its VM."""
+        self._guest = await Guest.connect(self.paths.agent)
+        if self.config.kernel is None:
+            await self._guest.write_file("/proc/sys/kernel/hostname", self.name.encode())
 
     async def migrate(self, command: str, ram: Path) -> None:
         """Save into (``migrate``) or load from (``migrate-incoming``) the file ``ram``; CPUs are stopped."""
@@ -485,7 +491,7 @@ class Vm:
 
     async def _reconnect(self) -> None:
         await self.guest.close("the guest was reset")
-        self._guest = await Guest.connect(self.paths.agent)
+        await self._meet()
 
     async def _seen_again(self, one: Attached) -> Attached:
         controller, names = await self._await_controller(one.port, len(one.namespaces))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +38,14 @@ class Supervisor:
         with self.log.open("ab") as log:
             log.write(keys.upper())
 
-    def exec(self, vm: str, argv: Sequence[str], stdin: int | None, write: Callable[[int, bytes], object]) -> int:
+    def exec(
+        self,
+        vm: str,
+        argv: Sequence[str],
+        stdin: int | None,
+        write: Callable[[int, bytes], object],
+        sent: Callable[[int], object] = bytes,
+    ) -> int:
         write(1, self.output)
         return 0
 
@@ -94,3 +102,28 @@ def test_json_loses_no_byte(supervisor: Supervisor) -> None:
     supervisor.output = bytes(range(256))
     done = attach.capture(BOOK, "web", ["x"], False)
     assert done["stdout"] is None and base64.b64decode(done["stdout_base64"]) == supervisor.output
+
+
+def unpack(target: Path, name: str, data: bytes) -> int:
+    argv = ["sh", "-c", attach._UNPACK, "emu-cp", str(target), "0", name, ".emu-cp-x"]
+    return subprocess.run(argv, input=data, stderr=subprocess.DEVNULL, timeout=60).returncode
+
+
+def test_what_does_not_come_whole_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tree" / "below").mkdir(parents=True)
+    (tmp_path / "tree" / "below" / "data").write_bytes(os.urandom(1 << 20))
+    pack = ["tar", "-cf", "-", "-C", str(tmp_path), "tree"]
+    tree = subprocess.run(pack, stdout=subprocess.PIPE, check=True).stdout
+    guest = tmp_path / "guest"
+    guest.mkdir()
+    for target in (guest, guest / "renamed"):
+        assert unpack(target, "tree", tree[: len(tree) // 2]) != 0
+        assert not list(guest.iterdir())
+    for target, final in ((guest, guest / "tree"), (guest / "renamed", guest / "renamed"), (guest, guest / "tree")):
+        assert unpack(target, "tree", tree) == 0
+        assert (final / "below" / "data").read_bytes() == (tmp_path / "tree" / "below" / "data").read_bytes()
+    assert {one.name for one in guest.iterdir()} == {"tree", "renamed"}
+    for target in (guest, guest / "new"):
+        (guest / ".emu-cp-x").mkdir()
+        subprocess.run(["sh", "-c", attach._FORGET, "emu-cp", str(target), ".emu-cp-x"], check=True, timeout=60)
+        assert {one.name for one in guest.iterdir()} == {"tree", "renamed"}

@@ -53,7 +53,7 @@ def test_cpus_must_be_allowed() -> None:
         (["-r", "x", "--watchdog", "-1"], 2, "0 to 3600"),
         (["-r", "x", "-m", "zz"], 2, "bad CPU mask"),
         (["-r", "x", "--ready-fd", "999"], 2, "not open"),
-        (["-r", "/nowhere/x"], 1, "cannot listen at /nowhere/x: No such file or directory"),
+        (["-r", "/nowhere/x"], 1, "/nowhere/x: No such file or directory (name another socket with -r, in a dir"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -55,3 +55,19 @@ def test_standard_output_is_left_to_the_command(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert said.out == ""
     assert "Unpacking" in said.err
+
+
+def test_quick_work_is_not_worth_a_word() -> None:
+    stream = io.StringIO()
+    quick = progress.Late(lambda: progress.Lines(stream, 0.0), delay_s=3600)
+    quick.step("Copying", total=4)
+    quick.advance(4)
+    quick.close()
+    assert stream.getvalue() == ""
+    slow = progress.Late(lambda: progress.Lines(stream, 0.0), delay_s=0)
+    slow.step("Copying", total=4)
+    slow.advance(1)
+    slow.advance(2)
+    slow.step("Copying more", total=2)
+    slow.close()
+    assert stream.getvalue().splitlines() == ["Copying", "Copying: 25%", "Copying: 75%", "Copying more"]

@@ -161,6 +161,12 @@ nsid = 3
     ]
 
 
+@pytest.mark.parametrize(("key", "meant"), [("bsize", "bs"), ("queue_depth", "iodepth"), ("runtme", "runtime")])
+def test_what_other_tools_call_a_key_is_understood(key: str, meant: str) -> None:
+    [said] = problems(BASE + f'[[workload]]\ntype = "fio"\n{key} = "4k"\n')
+    assert f'unknown key "{key}"; did you mean "{meant}"?' in said
+
+
 BASE = '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n'
 
 

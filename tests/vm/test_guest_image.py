@@ -85,7 +85,7 @@ def test_boots_in_256_mib(booted: Booted, record_property: Any) -> None:
     assert 200 << 20 < info.memory_bytes < MEMORY_MIB << 20
     available = re.search(r"MemAvailable:\s+(\d+) kB", booted.sh("cat /proc/meminfo"))
     assert available and int(available[1]) >= 100_000
-    assert booted.sh("hostname; whoami; echo $HOME; pwd") == "guest\nroot\n/root\n/root\n"
+    assert booted.sh("hostname; whoami; echo $HOME; pwd") == "image\nroot\n/root\n/root\n"
     assert booted.sh("dmesg | grep -E 'WARNING:|BUG:|Oops|Call Trace|lockup|Out of memory' || true") == ""
 
 

@@ -118,6 +118,10 @@ def test_exec_is_the_program(emu: Emu, lab: Any) -> None:
     assert said == {"ok": False, "code": 3, "stdout": "out\n", "stderr": ""}
 
 
+def test_a_guest_has_the_name_of_its_vm(emu: Emu, lab: Any) -> None:
+    assert emu("exec", "web", "--", "hostname").stdout == b"web\n"
+
+
 def test_exec_streams_and_its_end_is_the_program_s_end(emu: Emu, lab: Any) -> None:
     with emu.popen("exec", "web", "--", "sh", "-c", "echo $$; read x; echo got $x; exec sleep 1000") as running:
         assert running.stdin is not None and running.stdout is not None
@@ -150,6 +154,12 @@ def test_cp_both_ways(emu: Emu, lab: Any, tmp_path: Path) -> None:
     emu("cp", "web:/tmp/renamed", "web:/tmp/run", str(tmp_path))
     assert (tmp_path / "renamed").read_bytes() == (tmp_path / "run").read_bytes() == b"#!/bin/sh\n"
     assert not list(tmp_path.glob(".emu-cp*"))
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(300 << 20)  # more than all of the guest's RAM
+    assert b"No space left" in emu("cp", str(large), "web:/root", code=3).stderr
+    left = emu("exec", "web", "--", "find", "/root", "-name", "large", "-o", "-name", ".emu-cp*").stdout
+    assert left == b""
     for words in (
         ("web:/tmp/none", str(tmp_path)),
         (str(tmp_path / "none"), "web:/tmp"),
