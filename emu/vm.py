@@ -388,6 +388,7 @@ class Vm:
         self._guest = await Guest.connect(self.paths.agent)
         if self.config.kernel is None:
             await self._guest.write_file("/proc/sys/kernel/hostname", self.name.encode())
+            await self._guest.write_file("/etc/hosts", f"127.0.0.1 localhost {self.name}\n::1 localhost\n".encode())
 
     async def migrate(self, command: str, ram: Path) -> None:
         """Save into (``migrate``) or load from (``migrate-incoming``) the file ``ram``; CPUs are stopped."""

@@ -120,6 +120,8 @@ def test_exec_is_the_program(emu: Emu, lab: Any) -> None:
 
 def test_a_guest_has_the_name_of_its_vm(emu: Emu, lab: Any) -> None:
     assert emu("exec", "web", "--", "hostname").stdout == b"web\n"
+    look = "import socket; print(socket.gethostbyname(socket.gethostname()))"
+    assert emu("exec", "web", "--", "python3", "-c", look).stdout == b"127.0.0.1\n"
 
 
 def test_exec_streams_and_its_end_is_the_program_s_end(emu: Emu, lab: Any) -> None:
