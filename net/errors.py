@@ -1,7 +1,8 @@
 """Errors of the fabric, as one tree.
 
     NetError                 an operator's mistake or a need that is not met: one line and its fix, no traceback
-    |- TopologyError         numbers that make no fabric; a host, plane, switch or entropy value outside of it
+    |- RequestError          a host, switch or link that is not there; a value that does not fit: the caller's mistake
+    |  `- TopologyError      numbers that make no fabric; a host, plane, switch or entropy value outside of it
     |- PlanError             addressing: a node that fits no uSID, an address that is no carrier of this plan
     |- SimError              a simulation that was asked for the impossible
     `- MrcError              bytes that are no MRC packet, or values that fit no MRC header (carries a Reason)
@@ -26,7 +27,11 @@ class NetError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
-class TopologyError(NetError):
+class RequestError(NetError):
+    """The caller names what is not there, or gives a value that does not fit."""
+
+
+class TopologyError(RequestError):
     """Numbers that make no fabric, or something outside of it."""
 
 

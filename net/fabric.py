@@ -35,7 +35,7 @@ from scapy.layers.l2 import Ether
 from scapy.packet import Packet
 
 from net.capture import Capture
-from net.errors import NetError
+from net.errors import NetError, RequestError
 from net.match import Match
 from net.mrc.frame import ECN_ECT, entropy_fields
 from net.probe import missing
@@ -109,7 +109,7 @@ class Fabric:
         if name not in links and other not in links:
             near = difflib.get_close_matches(name, links, n=1)
             hint = f"did you mean {near[0]}?" if near else f"links are {', '.join(list(links)[:4])} ..."
-            raise NetError(f"there is no link {name}", hint)
+            raise RequestError(f"there is no link {name}", hint)
         return links.get(name) or links[other]
 
     def port(self, link: str, by: str | None = None) -> Port:
@@ -118,7 +118,7 @@ class Fabric:
         for port in (found.lower, found.upper):
             if by in (None, port.node.name):
                 return port
-        raise NetError(
+        raise RequestError(
             f"{by} is no end of {link}", f"its ends are {found.lower.node.name} and {found.upper.node.name}"
         )
 
@@ -131,7 +131,7 @@ class Fabric:
         for number in range(self.topology.hosts):
             if name == f"h{number}":
                 return number
-        raise NetError(f"there is no host {name}", f"hosts are h0 to h{self.topology.hosts - 1}")
+        raise RequestError(f"there is no host {name}", f"hosts are h0 to h{self.topology.hosts - 1}")
 
     def _engine(self, port: Port) -> LivePorts | SoftPorts:
         return self._soft if self.settings.engine == "scapy" and not _is_host(port) else self._live
@@ -187,7 +187,7 @@ class Fabric:
         """A switch that stays up and forwards nothing, or does so again."""
         ports = [port for port in self.wiring.ports if port.node.name == switch and not _is_host(port)]
         if not ports:
-            raise NetError(f"there is no switch {switch}", "switches are named like p0-t0-0 and p0-t1-0")
+            raise RequestError(f"there is no switch {switch}", "switches are named like p0-t0-0 and p0-t1-0")
         for port in ports:
             self._record(port).down = int(on)
 
@@ -208,11 +208,18 @@ class Fabric:
         found = {"down": float(record.down), **{name: record.get_share(name) for name in PROBABILITIES}}
         return {name: value for name, value in found.items() if value}
 
-    def heal(self) -> None:
-        """Ends every fault; rates stay."""
-        for link in self.wiring.links.values():
-            down = any(self._record(port).down for port in (link.lower, link.upper))
+    def heal(self, target: str | None = None) -> None:
+        """Ends every fault of a link, or of a node's links (None: of all), and gives them their first rates back."""
+        links = [link for link in self.wiring.links.values() if target in (None, *_ends(link))]
+        if not links and ":" not in str(target):
+            raise RequestError(f"there is no link or node {target}", "see `emu fabric show`")
+        for link in links or [self.link(str(target))]:
+            ports = (link.lower, link.upper)
+            down = any(self._record(port).down for port in ports)
             self.fault(link.name, down=False if down else None, loss=0, corrupt=0, duplicate=0, reorder=0)
+            for port in ports:
+                if self._engine(port).config(port).rate_bps != link.rate_bps:
+                    self.set_rate(link.name, link.rate_bps, port.node.name)
 
     # Scapy.
 
@@ -343,8 +350,12 @@ class Fabric:
         """The ports of a node."""
         found = next((one for one in self.topology.nodes() if one.name == node), None)
         if found is None:
-            raise NetError(f"there is no node {node}", "see `emu fabric show`")
+            raise RequestError(f"there is no node {node}", "see `emu fabric show`")
         return self.wiring.node_ports(Node(*found))
+
+
+def _ends(link: Link) -> tuple[str, str]:
+    return link.lower.node.name, link.upper.node.name
 
 
 def _is_host(port: Port) -> bool:

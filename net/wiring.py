@@ -7,7 +7,7 @@ goes to another host's address and unwrap what comes.
 
 Use: ``wiring = Wiring(fabric)``; ``wiring.nodes["h0"]``; ``wiring.close()``.
 Limits: MTU 9000. Setting a port down in its own namespace takes its routes away for good; ``set_carrier`` does not.
-Errors: NetError; nothing is left then.
+Errors: NetError, RequestError; nothing is left then.
 Source: net.srv6; the kernel's ways with static routes were measured on 6.18.
 """
 
@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Iterator
 from ipaddress import IPv6Address, IPv6Network
 
-from net.errors import NetError
+from net.errors import RequestError
 from net.namespaces import Namespace
 from net.netlink import Netlink
 from net.seg6 import encap, end, end_dt6
@@ -99,7 +99,7 @@ class Wiring:
     def namespace(self, name: str) -> Namespace:
         """The namespace of a node."""
         if name not in self.nodes:
-            raise NetError(f"there is no node {name}", f"nodes are {', '.join(list(self.nodes)[:6])} ...")
+            raise RequestError(f"there is no node {name}", f"nodes are {', '.join(list(self.nodes)[:6])} ...")
         return self.nodes[name]
 
     def set_carrier(self, link: Link, up: bool) -> None:

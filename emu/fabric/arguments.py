@@ -15,11 +15,11 @@ examples:
   emu fabric show --watch 1
   emu fabric fault p0-t0-0:p0-t1-1 loss=0.01 by=p0-t0-0   also down, up, rate=10M, corrupt=, duplicate=, reorder=
   emu fabric fault p0-t1-0 blackhole                      a switch that stays up and forwards nothing; undo: forward
-  emu fabric fault heal                                   ends all of them
-  emu fabric exec h0 -- ping -c 1 fd00::4
+  emu fabric fault heal                                   ends all of them, set rates too; fault LINK heal: of one
+  emu fabric exec h0 -- ping -c 1 fd00::4                 any program of this machine; ping: package iputils-ping
   emu fabric capture h0:p0-t0-0 h0.pcap
   emu fabric down
-  emu fabric experiments C13 C22 --seeds 3 --out out/experiments   the MRC paper's, simulated; no root
+  emu fabric experiments C13 C20 --seeds 3 --out out/experiments   the MRC paper's, simulated; no root
 
 """
 
@@ -56,15 +56,14 @@ def add_verbs(fabric: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     show.add_argument("--svg", type=Path, metavar="FILE", help="a picture of the topology")
     show.add_argument("--watch", type=float, metavar="SECONDS", help="again and again, until Ctrl-C")
     show.add_argument("--interval", type=float, default=0.5, metavar="SECONDS", help="what utilisation is over")
-    show.add_argument("--all", action="store_true", help="links that carry nothing, too")
     show.add_argument("--plan", action="store_true", help="uSIDs and addresses instead")
 
     fault = add("fault", "Make a link or a switch bad, or good again.")
-    fault.add_argument("target", help="a link, a switch, or heal")
+    fault.add_argument("target", help="a link, a switch, or heal: ends all of them")
     fault.add_argument(
         "change",
         nargs="*",
-        help="down, up, blackhole, forward, loss=, corrupt=, duplicate=, reorder=, rate=, by=NODE",
+        help="heal, down, up, blackhole, forward, loss=, corrupt=, duplicate=, reorder=, rate=, by=NODE",
     )
 
     add("flows", "What has arrived at hosts, by sender and entropy value, with its path.")

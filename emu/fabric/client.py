@@ -25,7 +25,7 @@ from rich.table import Table
 from dpu.errors import EmuError, UsageError
 from emu import ledger
 from emu.fabric import picture
-from emu.fabric.holder import address
+from emu.fabric.holder import address, failure
 from emu.fabric.spec import FabricSpec, parse_rate
 from emu.process import Identity
 from net.errors import NetError
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         document, text = VERBS[arguments.verb](arguments)
     except NetError as error:
-        raise EmuError(error.message, error.hint) from error
+        raise _told(failure(error)) from error
     if arguments.json:
         print(json.dumps({"ok": True, **document}, indent=2, default=str))
     elif text is not None:
@@ -83,8 +83,14 @@ def ask(name: str, verb: str, **fields: Any) -> tuple[Document, list[int]]:
         raise _no_fabric(name)
     answer = json.loads(data)
     if not answer.pop("ok"):
-        raise EmuError(answer["error"]["message"], answer["error"]["hint"])
+        raise _told(answer)
     return answer, fds
+
+
+def _told(answer: Document) -> EmuError:
+    """The error in a holder's answer."""
+    error = answer["error"]
+    return (UsageError if error["usage"] else EmuError)(error["message"], error["hint"])
 
 
 def _no_fabric(name: str) -> EmuError:
@@ -120,7 +126,7 @@ def _up(arguments: argparse.Namespace) -> Shown:
         raise EmuError(f"the fabric's process ended with code {child.wait()}", "what it said is above")
     answer = json.loads(said)
     if not answer.pop("ok"):
-        raise EmuError(answer["error"]["message"], answer["error"]["hint"])
+        raise _told(answer)
     if arguments.plan is not None:
         arguments.plan.write_text(ask(arguments.name, "plan")[0]["toml"])
     text = (
@@ -162,7 +168,7 @@ def _show(arguments: argparse.Namespace) -> Shown:
             arguments.svg.write_text(picture.svg(document))
         except OSError as error:
             raise EmuError(f"cannot write {arguments.svg}: {error.strerror}", "give another file") from error
-    return document, table(document, arguments.all)
+    return document, table(document)
 
 
 def sample(name: str, interval_s: float) -> Document:
@@ -178,12 +184,12 @@ def _watch(arguments: argparse.Namespace) -> None:
         while True:
             time.sleep(arguments.watch)
             after = ask(arguments.name, "show")[0]
-            live.update(table(picture.compared(before, after), arguments.all), refresh=True)
+            live.update(table(picture.compared(before, after)), refresh=True)
             before = after
 
 
-def table(document: Document, everything: bool) -> Table:
-    """Each direction of each link, of those that have carried or lost something."""
+def table(document: Document) -> Table:
+    """Each direction of each link."""
     shown = Table(box=None, pad_edge=False, header_style="bold", title=_title(document), title_justify="left")
     shown.add_column("from")
     shown.add_column("to")
@@ -192,18 +198,15 @@ def table(document: Document, everything: bool) -> Table:
     shown.add_column("faults")
     for link in document["links"]:
         for end, other in zip(link["ends"], reversed(link["ends"])):
-            offered = sum(end["packets"].values())
-            if everything or offered or end["state"]:
-                packets, faults = end["packets"], end["faults"]
-                now = ", ".join(
-                    name if name == "down" else f"{name} {share:g}" for name, share in end["state"].items()
-                )
-                shown.add_row(
-                    *(end["node"], other["node"], picture.rate(end["rate_bps"]), f"{end['utilisation']:.0%}"),
-                    *map(str, (offered, packets["ecn"], packets["trim"], packets["priority"])),
-                    *map(str, (picture.dropped(packets), faults["lift"] + faults["reorder"])),
-                    now,
-                )
+            packets, faults = end["packets"], end["faults"]
+            offered = sum(packets.values())
+            now = ", ".join(name if name == "down" else f"{name} {share:g}" for name, share in end["state"].items())
+            shown.add_row(
+                *(end["node"], other["node"], picture.rate(end["rate_bps"]), f"{end['utilisation']:.0%}"),
+                *map(str, (offered, packets["ecn"], packets["trim"], packets["priority"])),
+                *map(str, (picture.dropped(packets), faults["lift"] + faults["reorder"])),
+                now,
+            )
     return shown
 
 
@@ -241,8 +244,13 @@ _WORDS: dict[str, Document] = {
 
 def _fault(arguments: argparse.Namespace) -> Shown:
     if arguments.target == "heal":
-        ask(arguments.name, "heal")
-        return {}, "every fault has ended"
+        if arguments.change:
+            raise UsageError("`fault heal` ends all faults", "`fault TARGET heal` ends those of one link or node")
+        ask(arguments.name, "heal", target=None)
+        return {}, "every fault has ended, and every link has its first rate"
+    if arguments.change == ["heal"]:
+        ask(arguments.name, "heal", target=arguments.target)
+        return {}, f"{arguments.target}: every fault has ended, and the first rate is back"
     by, wanted = parse_change(arguments.change)
     ask(arguments.name, "fault", target=arguments.target, by=by, set=wanted)
     return {"set": wanted}, f"{arguments.target}: {' '.join(arguments.change)}"
@@ -252,7 +260,7 @@ def parse_change(words: Sequence[str]) -> tuple[str | None, Document]:
     """("loss=0.01", "by=h0") as ("h0", {"loss": 0.01}); EmuError for what is no fault."""
     by: str | None = None
     wanted: Document = {}
-    known = [*_WORDS, *(f"{name}=SHARE" for name in _SHARES), "rate=RATE", "by=NODE"]
+    known = ["heal (alone)", *_WORDS, *(f"{name}=SHARE" for name in _SHARES), "rate=RATE", "by=NODE"]
     for word in words:
         key, equals, value = word.partition("=")
         try:
@@ -280,6 +288,14 @@ def _capture(arguments: argparse.Namespace) -> Shown:
     return answer, f"writing {path}; `emu fabric capture {arguments.link}` ends it" if path else done
 
 
+_PACKAGES = {
+    **dict.fromkeys(("ip", "ss", "tc", "bridge"), "iproute2"),
+    **dict.fromkeys(("ping", "ping6"), "iputils-ping"),
+    "nc": "netcat-openbsd",
+}
+"""Debian's, where they are not called as the program is."""
+
+
 def _exec(arguments: argparse.Namespace) -> Shown:
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not program:
@@ -289,8 +305,12 @@ def _exec(arguments: argparse.Namespace) -> Shown:
     os.close(namespace)
     try:
         os.execvp(program[0], program)
+    except FileNotFoundError as error:
+        package = _PACKAGES.get(program[0], program[0])
+        fix = f"install it: `apt-get install {package}` or the package that has it; or give its path"
+        raise EmuError(f"cannot run {program[0]}: it is not installed", fix) from error
     except OSError as error:
-        raise EmuError(f"cannot run {program[0]}: {error.strerror}") from error
+        raise EmuError(f"cannot run {program[0]}: {error.strerror}", "give an executable file") from error
 
 
 def _dissector(arguments: argparse.Namespace) -> Shown:

@@ -5,7 +5,7 @@
 One request a connection: a JSON line {"do": verb, ...}; the answer is a JSON line {"ok": ...}. ``namespace`` answers
 with a descriptor too (SCM_RIGHTS). Everything is in the ledger of this process, so `emu clean` removes what kill -9
 leaves: a name and a folder; namespaces, links and programs go with the process by themselves.
-Errors: those of the fabric become {"ok": false, "error": {"message", "hint"}}.
+Errors: those of the fabric become {"ok": false, "error": {"message", "hint", "usage"}}.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dpu.errors import EmuError
+from dpu.errors import EmuError, UsageError
 from emu.fabric.spec import FabricSpec
 from emu.ledger import Ledger
 from emu.paths import runtime_dir, socket_path
-from net.errors import NetError
+from net.errors import NetError, RequestError
 from net.fabric import Fabric
 from net.topology import Port, Tier
 
@@ -118,7 +118,8 @@ class Holder:
         return {}
 
     def heal(self, request: Answer) -> Answer:
-        self.fabric.heal()
+        """{"target": link, switch or host, or null: all}."""
+        self.fabric.heal(request["target"])
         return {}
 
     def plan(self, request: Answer) -> Answer:
@@ -140,7 +141,9 @@ class Holder:
 
     def down(self, request: Answer) -> Answer:
         if self.lab:
-            raise NetError(f"this fabric is a part of lab {self.lab}", "it goes down with the lab: `emu down`")
+            raise RequestError(
+                f"this fabric is a part of lab {self.lab}", f"it goes down with the lab: `emu down {self.lab}`"
+            )
         self.stop = True
         return {}
 
@@ -152,7 +155,13 @@ class Holder:
         try:
             return {"ok": True, **self.DO[request["do"]](self, request)}
         except NetError as error:
-            return {"ok": False, "error": {"message": error.message, "hint": error.hint}}
+            return failure(error)
+
+
+def failure(error: NetError | EmuError) -> Answer:
+    """What a client is told of it; ``usage``: it is the client's own mistake."""
+    usage = isinstance(error, RequestError | UsageError)
+    return {"ok": False, "error": {"message": error.message, "hint": error.hint, "usage": usage}}
 
 
 def serve(holder: Holder, listener: socket.socket) -> None:
@@ -216,7 +225,7 @@ def main(arguments: list[str]) -> None:
                 ledger.claim(name, "fabric")
                 fabric = Fabric(spec.topology(), spec.settings())
             except (NetError, EmuError) as error:
-                report.write(json.dumps({"ok": False, "error": {"message": error.message, "hint": error.hint}}))
+                report.write(json.dumps(failure(error)))
                 return
             with fabric:
                 listener.bind(str(socket_path(ledger.directory, _SOCKET)))

@@ -13,7 +13,7 @@ import ctypes
 import enum
 from collections.abc import Iterable
 
-from net.errors import NetError
+from net.errors import RequestError
 from net.switch.model import BITS, Cause, QueueConfig
 
 NEVER = (1 << 63) - 1
@@ -120,11 +120,11 @@ class PortRecord(ctypes.LittleEndianStructure):
 
 
 def check_share(fault: str, value: float) -> None:
-    """NetError unless there is such a fault and ``value`` is a share of packets."""
+    """RequestError unless there is such a fault and ``value`` is a share of packets."""
     if fault not in PROBABILITIES:
-        raise NetError(f'there is no random fault "{fault}"', f"take one of: {', '.join(PROBABILITIES)}")
+        raise RequestError(f'there is no random fault "{fault}"', f"take one of: {', '.join(PROBABILITIES)}")
     if not 0 <= value <= 1:
-        raise NetError(f"{fault} is {value}", "give a share of packets, 0 to 1")
+        raise RequestError(f"{fault} is {value}", "give a share of packets, 0 to 1")
 
 
 def offset(name: str) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from net.errors import NetError
+from net.errors import RequestError
 from net.mrc.frame import DSCP, TRIM_BYTES_MIN, Dscp
 from net.switch.model import QueueConfig
 from net.topology import Link, Port, Tier
@@ -44,9 +44,9 @@ class FabricSettings:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise NetError(f'there is no switch engine "{self.engine}"', f"take one of: {', '.join(ENGINES)}")
+            raise RequestError(f'there is no switch engine "{self.engine}"', f"take one of: {', '.join(ENGINES)}")
         if not TRIM_BYTES_MIN <= self.trim_size_bytes <= MTU_BYTES:
-            raise NetError(f"trim_size_bytes is {self.trim_size_bytes}", f"give {TRIM_BYTES_MIN} to {MTU_BYTES}")
+            raise RequestError(f"trim_size_bytes is {self.trim_size_bytes}", f"give {TRIM_BYTES_MIN} to {MTU_BYTES}")
 
     def queue(self, link: Link, port: Port) -> QueueConfig:
         """The queue by which ``port`` sends into ``link``."""

@@ -85,7 +85,15 @@ def test_a_fabric_from_the_command_line(up: Any, capsys: pytest.CaptureFixture[s
     until(lambda: ends(emu(capsys, "show"))[UPLINK, "p0-t0-0"]["packets"]["loss"] == 5, "five lost packets")
     end = ends(emu(capsys, "show"))[UPLINK, "p0-t0-0"]
     assert (end["rate_bps"], end["state"]) == (10**7, {"loss": 1.0})
+    assert emu(capsys, "fault", "h0:p0-t0-0", "heal")["ok"]
+    assert ends(emu(capsys, "show"))[UPLINK, "p0-t0-0"]["rate_bps"] == 10**7
+    assert emu(capsys, "fault", UPLINK, "heal")["ok"]
+    end = ends(emu(capsys, "show"))[UPLINK, "p0-t0-0"]
+    assert (end["rate_bps"], end["state"]) == (10**9, {})
+    assert emu(capsys, "fault", UPLINK, "loss=1", "rate=10M")["ok"]
+    assert emu(capsys, "fault", "p0-t1-0", "blackhole")["ok"]
     assert emu(capsys, "fault", "heal")["ok"]
+    assert {(end["rate_bps"], str(end["state"])) for end in ends(emu(capsys, "show")).values()} == {(10**9, "{}")}
     subprocess.run(udp(7), check=True)
     until(
         lambda: [flow["packets"] for flow in emu(capsys, "flows")["flows"] if flow["dst"] == "h1"] == [7], "the flow"
@@ -100,11 +108,14 @@ def test_a_fabric_from_the_command_line(up: Any, capsys: pytest.CaptureFixture[s
 
 
 MISTAKES = [
-    (["fault", "p0-t0-0:p0-t1-7", "down"], 3, "there is no link p0-t0-0:p0-t1-7", "did you mean p0-t0-0:p0-t1-0?"),
-    (["fault", "h0", "blackhole"], 3, "there is no switch h0", "switches are named like"),
-    (["fault", UPLINK, "loss=2"], 3, "loss is 2.0", "0 to 1"),
+    (["fault", "p0-t0-0:p0-t1-7", "down"], 2, "there is no link p0-t0-0:p0-t1-7", "did you mean p0-t0-0:p0-t1-0?"),
+    (["fault", "p0-t0-9", "heal"], 2, "there is no link or node p0-t0-9", "emu fabric show"),
+    (["fault", UPLINK, "down", "by=h9"], 2, f"h9 is no end of {UPLINK}", "its ends are"),
+    (["fault", "h0", "blackhole"], 2, "there is no switch h0", "switches are named like"),
+    (["fault", UPLINK, "loss=2"], 2, "loss is 2.0", "0 to 1"),
     (["fault", UPLINK, "lost=2"], 2, '"lost=2" is no fault', "loss=SHARE"),
-    (["exec", "h9", "--", "true"], 3, "there is no node h9", "nodes are"),
+    (["capture", "h9:p0-t0-0", "x.pcap"], 2, "there is no link h9:p0-t0-0", "did you mean"),
+    (["exec", "h9", "--", "true"], 2, "there is no node h9", "nodes are"),
     (["up", "--rate", "fast"], 2, "--rate: Value error, 'fast' is not a rate", "--help"),
 ]
 
@@ -115,6 +126,16 @@ def test_mistakes_are_told(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
         error = json.loads(capsys.readouterr().out)["error"]
         assert error["message"].startswith(message)
         assert fix in error["fix"]
+
+
+def test_a_program_that_is_not_installed_is_named_with_its_package(up: Any) -> None:
+    command = [sys.executable, "-m", "emu.cli", "fabric", "exec", "--name", NAME, "h0", "--"]
+    for program, package in (("ping", "iputils-ping"), ("no-such-program", "no-such-program")):
+        ended = subprocess.run(
+            [*command, program], capture_output=True, text=True, env={**os.environ, "PATH": "/none"}
+        )
+        assert ended.returncode == 3
+        assert f"fix: install it: `apt-get install {package}`" in ended.stderr
 
 
 def test_clean_removes_what_a_killed_holder_leaves(up: Any, capsys: pytest.CaptureFixture[str]) -> None:

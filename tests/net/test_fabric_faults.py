@@ -114,6 +114,21 @@ def test_a_dead_switch_stays_up_and_forwards_nothing(fabric: Fabric) -> None:
     assert psns(through(fabric, ACROSS, 2, 2)) == [0, 1]
 
 
+def test_heal_gives_a_link_its_first_rate_back(fabric: Fabric) -> None:
+    first, other = fabric.rate(UPLINK), first_link(fabric, ACROSS)
+    assert other != UPLINK
+    for link in (UPLINK, other):
+        fabric.set_rate(link, first // 10)
+        fabric.fault(link, loss=1)
+    fabric.heal(UPLINK)
+    for by in UPLINK.split(":"):
+        assert (fabric.rate(UPLINK, by), fabric.state(UPLINK, by)) == (first, {})
+    assert (fabric.rate(other), fabric.state(other)) == (first // 10, {"loss": 1.0})
+    fabric.heal()
+    assert (fabric.rate(other), fabric.state(other)) == (first, {})
+    assert psns(through(fabric, ACROSS, 2, 2)) == [0, 1]
+
+
 def test_corruption_flips_one_bit_behind_the_outer_header(fabric: Fabric) -> None:
     path, link = ACROSS, last_link(fabric, ACROSS)
     frame = write(fabric, path, 1, payload=200)

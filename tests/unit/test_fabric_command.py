@@ -9,8 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from dpu.errors import EmuError
+from emu.cli import main
 from emu.fabric import picture
-from emu.fabric.client import parse_change
+from emu.fabric.client import parse_change, table
 from emu.fabric.spec import FabricSpec, parse_rate
 from emu.scenario import ScenarioError, load
 
@@ -118,6 +119,31 @@ def end(node: str, used: float = 0.0, state: dict[str, float] | None = None, **p
         "packets": dict.fromkeys(CAUSES, 0) | packets,
         "faults": {"lift": 0},
     }
+
+
+def test_an_idle_fabric_shows_every_link() -> None:
+    links = [
+        {"name": "h0:p0-t0-0", "plane": 0, "ends": [idle("h0"), idle("p0-t0-0")]},
+        {"name": "p0-t0-0:p0-t1-0", "plane": 0, "ends": [idle("p0-t0-0"), idle("p0-t1-0")]},
+    ]
+    topology = {"planes": 1, "t0_per_plane": 1, "t1_per_plane": 1, "hosts_per_t0": 1}
+    shown = table({"name": "x", "engine": "kernel", "topology": topology, "links": links})
+    assert list(zip(*(column.cells for column in shown.columns[:2]))) == [
+        ("h0", "p0-t0-0"),
+        ("p0-t0-0", "h0"),
+        ("p0-t0-0", "p0-t1-0"),
+        ("p0-t1-0", "p0-t0-0"),
+    ]
+
+
+def test_an_unknown_fabric_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert main(["fabric", "show", "--name", "no-such-fabric"]) == 2
+
+
+def idle(node: str) -> dict[str, Any]:
+    return {**end(node), "faults": {"lift": 0, "reorder": 0}}
 
 
 def test_the_picture_shows_every_node_and_what_went_wrong() -> None:
