@@ -74,8 +74,7 @@ class DmaMessages:
         async with self._places:
             if self._refusing:
                 raise DmaFault(iova, count)
-            number = self._number
-            self._number = number >> _ID_BITS << _ID_BITS | (number + 1) & (1 << _ID_BITS) - 1
+            number = self._free_number()
             future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
             self._waiting[number] = command, iova, count, future
             self._send(wire.message(number, command, bytes(wire.DmaAccess(iova, count)) + data))
@@ -87,6 +86,14 @@ class DmaMessages:
                 raise DmaFault(iova, count) from None
             finally:
                 del self._waiting[number]
+
+    def _free_number(self) -> int:
+        """The next number that no request has: one that waits for its answer may have waited for a whole round."""
+        while True:
+            number = self._number
+            self._number = number >> _ID_BITS << _ID_BITS | (number + 1) & (1 << _ID_BITS) - 1
+            if number not in self._waiting:
+                return number
 
     def reply(self, raw: bytes) -> None:
         """What the client has answered; an answer to nothing is ignored."""
@@ -186,20 +193,20 @@ class View:
         await _together(self.store(iova, data) for iova, data in written)
 
     async def load(self, iova: int, length: int) -> bytes:
-        """Read now."""
-        places = self._memory.places(iova, length, DMA_READ)
-        return b"".join(
-            [
-                ctypes.string_at(host, size) if host else await self._messages.read(at, size)
-                for host, at, size in places
-            ]
-        )
+        """Read now. Each part is looked up in its turn: the client may unmap it while an answer is awaited."""
+        parts, end = [], iova + length
+        while iova < end:
+            host, _, size = self._memory.places(iova, end - iova, DMA_READ)[0]
+            parts.append(ctypes.string_at(host, size) if host else await self._messages.read(iova, size))
+            iova += size
+        return b"".join(parts)
 
     async def store(self, iova: int, data: bytes) -> None:
-        """Write now."""
-        for host, at, size in self._memory.places(iova, len(data), DMA_WRITE):
-            part = data[at - iova : at - iova + size]
+        """Write now, as ``load``."""
+        while data:
+            host, _, size = self._memory.places(iova, len(data), DMA_WRITE)[0]
             if host:
-                ctypes.memmove(host, part, size)
+                ctypes.memmove(host, data[:size], size)
             else:
-                await self._messages.write(at, part)
+                await self._messages.write(iova, data[:size])
+            iova, data = iova + size, data[size:]
