@@ -74,6 +74,7 @@ class Worker:
         self.target = Target(self)
         self.clients: dict[int, Client] = {}
         self.pollers: list[Poller] = []
+        self._coming: set[int] = set()  # new clients that have not been taken yet
         self._refused: dict[int, str] = {}
         self._adopted: list[Packet] = []
         self._fds: dict[str, int] = {}
@@ -133,6 +134,7 @@ class Worker:
         elif not self._serving:
             self._adopted.append(packet)  # messages and ends of connections that follow "go" at once
         elif op == "client":
+            self._coming.add(packet.fields["client"])
             self.spawn(self._new_client(packet))
         elif op == "message":
             self._message(packet)
@@ -164,6 +166,9 @@ class Worker:
         self._start_pollers()
         for packet in self._adoptable(clients):
             self._adopt_client(packet, [p for p in packets if p.fields.get("client") == packet.fields["client"]])
+        for packet in packets:  # memory and vectors of those that are not taken up
+            if packet.op in ("dma", "irq") and packet.fields["client"] not in self.clients:
+                packet.close()
         self._drop_orphans()
         for poller in self.pollers:
             poller.start()
@@ -175,7 +180,9 @@ class Worker:
         self._serving = True
         self.channel.send("up")
         late, self._adopted = self._adopted, []
-        for packet in [p for p in packets if p.op in ("message", "gone")] + late:
+        # A client that _adoptable has put off comes before the end of its connection.
+        ends = [p for p in packets if p.op in ("message", "gone")]
+        for packet in [p for p in late if p.op == "client"] + ends + [p for p in late if p.op != "client"]:
             self._packet(packet)
         await self.target.recover(self._listeners)
         self._rpc = Server(self._rpc_socket, rpc)
@@ -406,12 +413,17 @@ class Worker:
         # A new QEMU may connect before the end of the last one has been seen to.
         while any(client.hung_up for client in self.clients.values() if client.subsystem is subsystem):
             await asyncio.sleep(CLOSE_POLL_S)
+        if packet.fields["client"] not in self._coming:  # it has gone meanwhile
+            packet.close()
+            return
+        self._coming.discard(packet.fields["client"])
         client = self._client(packet, None)
         if client is not None:
             client.start(taking=False)
 
     async def _gone(self, number: int) -> None:
         """A connection has ended."""
+        self._coming.discard(number)
         self._refused.pop(number, None)
         client = self.clients.get(number)
         if client is not None:

@@ -1,0 +1,122 @@
+"""Connections that come and go faster than the worker sees to them: clients without a device behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dpu.channel import Packet
+from dpu.worker import Worker
+
+DEADLINE_S = 30.0
+
+
+class Channel:
+    """Remembers what was sent to the keeper."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+
+    def send(self, op: str, **fields: Any) -> None:
+        self.sent.append((op, fields))
+
+
+class Guest:
+    """What the worker asks of a client."""
+
+    def __init__(self, subsystem: Any) -> None:
+        self.subsystem = subsystem
+        self.hung_up = False
+        self.drained = asyncio.Event()
+
+    def start(self, *, taking: bool) -> None:
+        pass
+
+    async def close(self) -> None:
+        self.hung_up = True
+        await self.drained.wait()
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
+    """One with a subsystem, that serves."""
+    health: Any = None
+    channel: Any = Channel()
+    worker = Worker(channel, health)
+    subsystem = object()
+
+    def client(packet: Packet, areas: Any) -> Guest:
+        guest = worker.clients[packet.fields["client"]] = Guest(subsystem)  # type: ignore[assignment]
+        return guest  # type: ignore[return-value]
+
+    monkeypatch.setattr(
+        worker,
+        "target",
+        SimpleNamespace(
+            subsystem_of=lambda key: subsystem,
+            commit_counts=lambda: None,
+            iostat=SimpleNamespace(settle=lambda rows: None, forget=lambda number: None),
+        ),
+    )
+    monkeypatch.setattr(worker, "_client", client)
+    monkeypatch.setattr(worker, "_io_rows_of", lambda client: [])
+    worker._serving = True
+    return worker
+
+
+def connected(number: int, fds: list[int] | None = None) -> Packet:
+    return Packet("client", {"client": number, "listener": "one"}, fds=fds or [])
+
+
+def gone(number: int) -> Packet:
+    return Packet("gone", {"client": number})
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_a_client_that_goes_while_it_waits_for_the_last_one(worker: Worker) -> None:
+    """It is not served: nobody would ever tell the worker of its end again, and the next one would wait for that."""
+    reading, writing = os.pipe()
+
+    async def run() -> None:
+        worker._packet(connected(1))
+        await until(lambda: 1 in worker.clients)
+        first: Any = worker.clients[1]
+        worker._packet(gone(1))
+        await until(lambda: first.hung_up)
+        worker._packet(connected(2, [writing]))
+        await asyncio.sleep(0)
+        worker._packet(gone(2))
+        await asyncio.sleep(0)
+        worker._packet(connected(3))
+        first.drained.set()
+        await until(lambda: 3 in worker.clients)
+        assert list(worker.clients) == [3]
+
+    asyncio.run(run())
+    assert os.read(reading, 1) == b"", "a descriptor of the second client is open"
+    os.close(reading)
+
+
+def test_a_client_that_waits_for_the_last_one_is_served(worker: Worker) -> None:
+    async def run() -> None:
+        worker._packet(connected(1))
+        await until(lambda: 1 in worker.clients)
+        first: Any = worker.clients[1]
+        worker._packet(gone(1))
+        await until(lambda: first.hung_up)
+        worker._packet(connected(2))
+        await asyncio.sleep(0)
+        assert list(worker.clients) == [1]
+        first.drained.set()
+        await until(lambda: list(worker.clients) == [2])
+
+    asyncio.run(run())
