@@ -84,6 +84,7 @@ class Client:
         self.vectors: dict[tuple[int, int], int] = {}
         self.applied = 0
         self.closed = False
+        self._released = asyncio.Event()
         self._seq = 0
         self._bad_doorbells = 0
         self._changed = False
@@ -186,10 +187,20 @@ class Client:
             os._exit(70)
 
     async def close(self) -> None:
-        """Take the controller away from its poller and release everything that is the client's."""
+        """Take the controller away from its poller and release everything that is the client's.
+
+        Called again it returns when that is done.
+        """
         if self.closed:
+            await self._released.wait()
             return
         self.closed = True
+        try:
+            await self._close()
+        finally:
+            self._released.set()
+
+    async def _close(self) -> None:
         await self.plane.settled()
         for task in self._tasks:  # not I/O: its threads use descriptors that must stay until they have ended
             task.cancel()
@@ -478,6 +489,8 @@ class Client:
 
     def _fatal(self, reason: str) -> None:
         """The controller cannot go on without a reset (CSTS.CFS)."""
+        if self.controller.fatal_reason:  # said already: a client must not fill the host's disk
+            return
         log.error("client %d: controller failed: %s", self.number, reason)
         self.controller.fatal(reason)
         self.commit()

@@ -246,3 +246,28 @@ def test_interrupts_are_eventfds(bench: Bench, kind: str) -> None:
     run(lambda: bench.client.set_irqs(IRQ_MSIX, 0, 1, [good]))
     assert not os.get_blocking(good) and (IRQ_MSIX, 0) in bench.client.vectors
     os.close(good)
+
+
+def test_a_failed_controller_is_said_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """Each look at its queues may find again what has made it fail."""
+    for reason in ("a queue cannot be reached", "and again"):
+        bench.client._fatal(reason)
+    assert [record.message for record in caplog.records] == ["client 1: controller failed: a queue cannot be reached"]
+    assert bench.client.controller.register_read(0x1C, 4)[0] & 2  # CSTS.CFS
+
+
+def test_whoever_closes_a_client_waits_until_it_is_closed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two do when a listener is removed: the one who removed it, and the end of the connection."""
+
+    async def work() -> None:
+        drained = asyncio.Event()
+        monkeypatch.setattr(bench.plane, "settled", drained.wait)
+        closing = [asyncio.create_task(bench.client.close()) for _ in range(2)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in closing)
+        drained.set()
+        await asyncio.gather(*closing)
+        assert bench.plane.record.state == 0
+
+    run(work)
