@@ -46,6 +46,11 @@ class Connection:
         """Whether a reply waits for the client to take it."""
         return bool(self._out)
 
+    @property
+    def backlog_bytes(self) -> int:
+        """How much waits for the client to take it."""
+        return sum(len(data) for data, _ in self._out)
+
     def read(self) -> Message | None:
         """Receive one piece; the message that it completes, or None.
 

@@ -48,6 +48,10 @@ QUICK_DEATH_S = 5.0
 ADOPTION_S_MAX = 15.0
 """From ``go`` to ``up``; longer counts as hung."""
 
+BACKLOG_BYTES_MAX = 64 << 20
+"""Of messages that a client has not taken. DMA messages (dpu/dma.py) are 16 MiB at a time, but are given up and
+followed by others."""
+
 STOP_S_MAX = 2.0
 """How long a worker may take to end after SIGTERM."""
 
@@ -539,7 +543,10 @@ class Keeper:
     def _send_raw(self, _worker: Worker, packet: Packet) -> None:
         client = self._clients.get(packet.fields["client"])
         if client is not None and client.connection.open:
-            self._answer(client, packet.raw)
+            if client.connection.backlog_bytes > BACKLOG_BYTES_MAX:
+                self._lost(client, "it does not read what it is sent")
+            else:
+                self._answer(client, packet.raw)
 
     def _drop(self, _worker: Worker, packet: Packet) -> None:
         client = self._clients.get(packet.fields["client"])

@@ -313,6 +313,11 @@ class FakeWorker:
         self.channel.send("drop", client=client, reason="a test wants it")
         return {}
 
+    def rpc_send(self, client: int, size: int, count: int) -> dict[str, Any]:
+        for _ in range(count):
+            self.channel.send("send", client=client, raw=bytes(size))
+        return {}
+
     def rpc_hang(self, what: str) -> dict[str, Any]:
         """What: "control": no heartbeat; "poller": a poller that stands still; "all": nothing goes on."""
         self.hung.add(what)

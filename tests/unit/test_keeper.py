@@ -396,6 +396,21 @@ def test_a_worker_can_drop_a_client(start: Start) -> None:
     lab.wait_log("client 1 of a: connection over: a test wants it")
 
 
+def test_a_client_that_does_not_read_what_it_is_sent_is_dropped(start: Start) -> None:
+    """Nobody waits for it to answer, so what the keeper holds for it has a bound; one below that is kept."""
+    lab = start(constants={"BACKLOG_BYTES_MAX": 4 << 20}).ready()
+    path = lab.listen("a")
+    lazy, reader = VfioClient(path), VfioClient(path)
+    lab.rpc("send", client=1, size=1 << 16, count=60)
+    assert reader.read(0) is not None
+    lab.rpc("send", client=1, size=1 << 16, count=60)
+    lab.wait_log("client 1 of a: connection over: it does not read what it is sent")
+    lab.until(lambda: bool(lab.events(event="forgot", client=1)))
+    assert not any("client 1 " in line for line in lab.log[:-1])
+    assert reader.read(0) is not None
+    lazy.close()
+
+
 def test_listeners(start: Start, tmp_path: Path) -> None:
     lab = start().ready()
     path = lab.listen("a")
