@@ -77,7 +77,7 @@ def _set(handler: int, flags: int) -> None:
 
 def _on_fault(_number: int, info: int, _context: Any) -> None:
     address = ctypes.c_uint64.from_address(info + _SI_ADDR).value
-    for area in _areas:
+    for area in _areas.copy():  # a copy: control may release another one while this thread waits for the lock
         if area.host <= address < area.host + area.size:
             protection = mmap.PROT_READ | mmap.PROT_WRITE
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
