@@ -158,7 +158,8 @@ async def _deallocate(entry: SubmissionEntry, memory: GuestMemory, backend: Back
     if entry.cdw11 & _DEALLOCATE and backend.supports_discard:
         for one in ranges:
             size = backend.block_size
-            await asyncio.to_thread(_punch, backend.fd, one.nlb * size, one.slba * size)
+            if await asyncio.to_thread(_punch, backend.fd, one.nlb * size, one.slba * size):
+                _unmark(backend, one.slba, one.nlb)  # a deallocated block reads as DLFEAT says
 
 
 def _read(fd: int, length: int, offset: int) -> bytes:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dpu.backends import Backend, FileBackend
+from dpu.backends import Backend, FileBackend, Marks
 from dpu.backends.null import NullBackend
 from dpu.errors import DmaFault
 from dpu.nvme import io
@@ -176,6 +178,22 @@ def test_deallocate_that_is_not_taken(memory: Memory, backend: FileBackend, attr
     fields = ranges(memory, (0, 8)) | {"cdw": [0, attributes]}
     assert run(memory, {1: backend}, nv.DSM, **fields) == Completion(0)
     assert os.pread(backend.fd, PAGE, 0) == b"\x5a" * PAGE
+
+
+@pytest.mark.parametrize("result,kept", [(0, False), (errno.EOPNOTSUPP, True), (errno.EIO, True)])
+def test_deallocate_takes_marks_away_where_it_takes_the_blocks(
+    memory: Memory, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, result: int, kept: bool
+) -> None:
+    """What Write Uncorrectable has marked is not read as its old data (NVM 3.2.7); zeroes are as DLFEAT says."""
+    backend.marks = Marks.create(BLOCKS)
+    backend.marks.mark(4, 2)
+    if result:
+        libc = SimpleNamespace(fallocate=lambda *arguments: ctypes.set_errno(result) or -1)
+        monkeypatch.setattr(io, "_LIBC", libc)
+    fields = ranges(memory, (0, 8))
+    status = run(memory, {1: backend}, nv.DSM, **fields).status
+    assert status == (WRITE_FAULT if result == errno.EIO else nv.OK)
+    assert backend.marks.ranges(0, BLOCKS) == ([(4, 2)] if kept else [])
 
 
 def test_deallocate_of_a_read_only_namespace(memory: Memory, backend: FileBackend) -> None:
