@@ -239,6 +239,8 @@ class Worker:
             except BlockingIOError:
                 if attempt % FENCE_POLLS_SAID == 0:
                     log.warning("bdev %s: waiting for the last worker's file requests", backend.name)
+                    if not self._serving:  # a disk that hangs is no hung worker: the next one would wait as well
+                        self.channel.send("loading")
                 await asyncio.sleep(FENCE_POLL_S)
 
     def _start_pollers(self) -> None:

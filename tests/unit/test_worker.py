@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+import struct
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dpu import worker as product
+from dpu.backends import FileBackend
 from dpu.channel import Packet
 from dpu.worker import Worker
 
@@ -120,3 +125,33 @@ def test_a_client_that_waits_for_the_last_one_is_served(worker: Worker) -> None:
         await until(lambda: list(worker.clients) == [2])
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_a_worker_that_waits_for_a_slow_disk_is_not_taken_for_hung(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, serving: bool
+) -> None:
+    """What the last one asked of the disk holds the lock; the keeper gives up on a start that says nothing."""
+    monkeypatch.setattr(product, "FENCE_POLLS_SAID", 3)
+    worker._serving = serving
+    path = tmp_path / "disk"
+    path.write_bytes(bytes(4096))
+    backend = FileBackend.create("file", str(path), cache_mode="buffered")
+    backend.direct_fd = os.open(path, os.O_RDWR)  # not every file system has O_DIRECT
+    last = os.open(path, os.O_RDWR)
+    fcntl.fcntl(last, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))  # F_OFD_SETLK
+    polls = []
+    real = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        if len(polls) == 10:
+            os.close(last)
+        await real(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asyncio.run(worker._fence(backend))
+    assert len(polls) == 10
+    channel: Any = worker.channel
+    assert channel.sent == ([] if serving else [("loading", {})] * 3)
+    backend.close()
