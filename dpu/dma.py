@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TypeVar
 
 from dpu.errors import DmaFault
@@ -55,20 +55,19 @@ class DmaMessages:
         self._refusing = 0
 
     async def read(self, iova: int, length: int) -> bytes:
-        """Fetch guest memory."""
-        parts = [self._ask(Command.DMA_READ, at, size) for at, size in self._split(iova, length)]
-        return b"".join(await _together(parts))
+        """Fetch guest memory.
+
+        A client's limit may be a single byte, so what takes several messages takes one after the other.
+        """
+        return b"".join([await self._ask(Command.DMA_READ, at, size) for at, size in self._split(iova, length)])
 
     async def write(self, iova: int, data: bytes) -> None:
         """Store guest memory; when it returns the client has it."""
-        parts = [
-            self._ask(Command.DMA_WRITE, at, size, data[at - iova : at - iova + size])
-            for at, size in self._split(iova, len(data))
-        ]
-        await _together(parts)
+        for at, size in self._split(iova, len(data)):
+            await self._ask(Command.DMA_WRITE, at, size, data[at - iova : at - iova + size])
 
-    def _split(self, iova: int, length: int) -> list[tuple[int, int]]:
-        return [(at, min(self.size_max, iova + length - at)) for at in range(iova, iova + length, self.size_max)]
+    def _split(self, iova: int, length: int) -> Iterator[tuple[int, int]]:
+        return ((at, min(self.size_max, iova + length - at)) for at in range(iova, iova + length, self.size_max))
 
     async def _ask(self, command: Command, iova: int, count: int, data: bytes = b"") -> bytes:
         async with self._places:

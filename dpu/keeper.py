@@ -49,7 +49,7 @@ ADOPTION_S_MAX = 15.0
 """From ``go`` to ``up``; longer counts as hung."""
 
 BACKLOG_BYTES_MAX = 64 << 20
-"""Of messages that a client has not taken. DMA messages (dpu/dma.py) are 16 MiB at a time, but are given up and
+"""Of messages that a client has not taken. DMA messages (dpu/dma.py) are 1 MiB at a time, but are given up and
 followed by others."""
 
 STOP_S_MAX = 2.0

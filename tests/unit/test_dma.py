@@ -100,3 +100,24 @@ def test_an_answer_that_is_late_when_numbers_come_round() -> None:
         return await late
 
     assert asyncio.run(run()) == b"\xda" * 8
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+def test_a_client_that_takes_a_byte_at_a_time(write: bool) -> None:
+    """Its limit costs itself time, not the worker: what is under way for it has a bound."""
+    client = SilentClient()
+    client.messages.size_max = 1
+
+    async def run() -> None:
+        transfer = client.messages.write if write else client.messages.read
+        task: asyncio.Task[object] = asyncio.create_task(transfer(0x1000, bytes(300) if write else 300))  # type: ignore
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert 1 <= len(client.asked) <= 16
+        assert len(asyncio.all_tasks()) <= 2 + 16
+        client.on_message = lambda: client.answer(-1)
+        client.answer(0)
+        assert await task == (None if write else b"\xda" * 300)
+        assert len(client.asked) == 300
+
+    asyncio.run(run())
