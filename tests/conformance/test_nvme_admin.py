@@ -591,7 +591,10 @@ def test_event_requests_are_parked_up_to_the_limit(nvme: Nvme) -> None:
 def test_bad_doorbell_values_are_events(nvme: Nvme) -> None:
     """Asynchronous event type 0 (5.2, figure 146): 00h invalid register, 01h invalid value; log page 1."""
     nvme.create_queue_pair(1, 8)
-    for index, value, info in ((2, 8, 1), (2, 0xFFFF, 1), (3, 8, 1), (2 * 40, 1, 0), (2 * 64 + 1, 1, 0)):
+    bad_values, bad_registers = [(2, 8, 1), (2, 0xFFFF, 1), (3, 8, 1)], [(2 * 40, 1, 0), (2 * 64 + 1, 1, 0)]
+    if nvme.doorbells is not None:  # of a mapped page only the words of living queues are looked at
+        bad_registers = []
+    for index, value, info in bad_values + bad_registers:
         event = nvme.aer()
         nvme.doorbell(index, value)
         nvme.wait(event)

@@ -83,6 +83,18 @@ def test_more_doorbells_than_one_look_holds(kept: Kept, lab: Lab) -> None:
     assert lab.plane.record.attention == layout.ATTENTION_NONE
 
 
+def test_a_flood_of_doorbells_ends_a_look(kept: Kept, lab: Lab) -> None:
+    """A client that writes as fast as it is read must not keep the poller from others: a bounded part at a time."""
+    lab.open_pair(1, 64)
+    flood = doorbell_message(TAIL_1, 0) * 1000
+    kept.guest.send(flood)
+    left = []
+    while not left or left[-1]:
+        lab.one_pass(look=True)
+        left.append(len(waiting(kept)))
+    assert [len(flood) - left[0], left[0] - left[1]] == [452 * 36] * 2 and len(left) == 3
+
+
 def test_last_doorbell_register_and_the_one_behind(kept: Kept, lab: Lab) -> None:
     post_doorbell(kept, 1023, 0)
     lab.settle(look=True)
