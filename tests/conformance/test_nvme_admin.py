@@ -602,6 +602,8 @@ def test_bad_doorbell_values_are_events(nvme: Nvme) -> None:
         dw0 = event.completion.dw0
         assert (dw0 & 7, dw0 >> 8 & 0xFF, dw0 >> 16 & 0xFF) == (0, info, ERROR_LOG), f"doorbell {index} = {value}"
         nvme.get_log(ERROR_LOG, 64)  # reading the log (RAE 0) lets the next such event come
+        if nvme.doorbells is not None:  # a bad tail stays in the page, and with it nothing of the queue is looked at
+            nvme.doorbell(index, 0)
     assert nvme.identify(1)
 
 
