@@ -753,6 +753,8 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
         return _OK
     if ns.readonly:
         return _WRITE_PROTECTED
+    if ns.marks and ns.discard and ns.kind == KIND_FILE:  # a range keeps its marks when the file system fails it
+        return to_control(p, c, slot, entry, WHY_MARKS)
     operations = cleared = 0
     for i in range(count):
         size = signed(ranges[i].nlb) << ns.shift

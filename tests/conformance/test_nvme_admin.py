@@ -591,10 +591,10 @@ def test_event_requests_are_parked_up_to_the_limit(nvme: Nvme) -> None:
 def test_bad_doorbell_values_are_events(nvme: Nvme) -> None:
     """Asynchronous event type 0 (5.2, figure 146): 00h invalid register, 01h invalid value; log page 1."""
     nvme.create_queue_pair(1, 8)
-    bad_values, bad_registers = [(2, 8, 1), (2, 0xFFFF, 1), (3, 8, 1)], [(2 * 40, 1, 0), (2 * 64 + 1, 1, 0)]
-    if nvme.doorbells is not None:  # of a mapped page only the words of living queues are looked at
-        bad_registers = []
-    for index, value, info in bad_values + bad_registers:
+    bad = [(2, 8, 1), (2, 0xFFFF, 1), (3, 8, 1), (2 * 40, 1, 0), (2 * 64 + 1, 1, 0)]
+    if nvme.doorbells is not None:  # of a mapped page only tails of living queues are looked at all the time
+        bad = bad[:2]
+    for index, value, info in bad:
         event = nvme.aer()
         nvme.doorbell(index, value)
         nvme.wait(event)
@@ -602,8 +602,6 @@ def test_bad_doorbell_values_are_events(nvme: Nvme) -> None:
         dw0 = event.completion.dw0
         assert (dw0 & 7, dw0 >> 8 & 0xFF, dw0 >> 16 & 0xFF) == (0, info, ERROR_LOG), f"doorbell {index} = {value}"
         nvme.get_log(ERROR_LOG, 64)  # reading the log (RAE 0) lets the next such event come
-        if nvme.doorbells is not None:  # a bad tail stays in the page, and with it nothing of the queue is looked at
-            nvme.doorbell(index, 0)
     assert nvme.identify(1)
 
 

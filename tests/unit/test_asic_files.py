@@ -214,6 +214,20 @@ def test_deallocate_punches_each_range(lab: Lab, ring: FakeRing, queue: GuestSq)
     assert finish(lab, ring, queue, (requests[0], 0)) == [(0, nv.OK, False)]
 
 
+def test_deallocate_with_marks_is_controls(lab: Lab, ring: FakeRing, queue: GuestSq, backend: FileBackend) -> None:
+    """A range that the file system fails, or does not take, still cannot be read: marks go with what was punched."""
+    backend.marks = Marks.create(backend.num_blocks)
+    backend.marks.mark(4, 2)
+    lab.plane.set_marks(NS_FILE)
+    page = lab.kept.ram.buffer(PAGE)
+    page.fill(struct.pack("<IIQ", 0, 8, 0))
+    queue.submit(nv.DSM, nsid=NS_FILE, prp1=page.iova, cdw=[0, 4])
+    queue.ring()
+    assert not asked(lab, ring) and not queue.cq.reap()
+    (slot,) = lab.misses()
+    assert lab.plane.sqe(slot)[0] == nv.DSM and backend.marks.ranges(0, 100) == [(4, 2)]
+
+
 def test_deallocate_that_is_not_taken_asks_nothing(lab: Lab, ring: FakeRing, queue: GuestSq) -> None:
     lab.plane.namespaces[NS_FILE - 1].discard = 0
     page = lab.kept.ram.buffer(PAGE)
