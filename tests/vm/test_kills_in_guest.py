@@ -272,7 +272,7 @@ async def test_killed_while_the_driver_probes(stage: Stage, controllers: int) ->
     rng = random.Random(controllers)
     for name in [name for name in SPARE if name not in plugged][:controllers]:
         killing = asyncio.ensure_future(paced_kill(dpu, delay_s=rng.uniform(0, 0.6)))  # a probe takes about so long
-        while not standby_ready(dpu.pid, await worker_pid(dpu)):
+        while not standby_ready(dpu.pid, (await stats_of(dpu))["pid"]):  # the kill may come while it is asked
             await asyncio.sleep(0.05)
         one = await asyncio.wait_for(vm.attach(dpu.socket(name), name), 300)
         await killing
