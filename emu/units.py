@@ -59,6 +59,25 @@ def format_size(size_bytes: float) -> str:
     return f"{size_bytes:.4g} TiB"
 
 
+def format_value(value: float, unit: str) -> str:
+    """A figure of a report for a person; ``unit``: ns, s, B, B/s, 1/s, % or 1."""
+    match unit:
+        case "ns":
+            return format_duration(value * 1e-9) if value > 0 else f"{value:g}"
+        case "s":
+            return format_duration(value)
+        case "B":
+            return format_size(value)
+        case "B/s":
+            return f"{format_size(value)}/s"
+        case "1/s":
+            return f"{value:,.0f}"
+        case "%":
+            return f"{value:.1f} %"
+        case _:
+            return f"{value:,g}"
+
+
 def format_duration(duration_s: float) -> str:
     """``duration_s`` for a person: 0.0000153 is "15.3 us", 75 is "75 s"."""
     for factor, unit in ((1e-6, "ns"), (1e-3, "us"), (1.0, "ms")):

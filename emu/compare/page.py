@@ -17,7 +17,7 @@ from rich.table import Table
 from emu.report import svg
 from emu.report.html import whole_page
 from emu.report.markup import node, table
-from emu.units import format_duration, format_size, plural
+from emu.units import format_value, plural
 
 HEADS = ["measure", "BASE", "NEW", "NEW : BASE", "95 % interval", "effect", "adjusted p", "verdict"]
 _WORDS = {
@@ -95,8 +95,8 @@ def cells(one: Mapping[str, Any]) -> list[str]:
     interval = "" if one["low"] is None else f"{one['low']:.3f}-{one['high']:.3f}"
     return [
         one["name"],
-        _value(one["base"], one["unit"]),
-        _value(one["new"], one["unit"]),
+        format_value(one["base"], one["unit"]),
+        format_value(one["new"], one["unit"]),
         "" if one["ratio"] is None else f"{one['ratio']:.3f}",
         interval,
         "" if one["effect"] is None else f"{one['effect']:+.2f}",
@@ -126,19 +126,3 @@ def print_comparison(document: Mapping[str, Any], console: Console) -> None:
         console.print(escape(note), style="dim", highlight=False)
     console.print(escape(subject(document)), style="dim", highlight=False)
     console.print(escape(headline(document)), highlight=False)
-
-
-def _value(value: float, unit: str) -> str:
-    match unit:
-        case "ns":
-            return format_duration(value * 1e-9) if value > 0 else f"{value:g}"
-        case "s":
-            return format_duration(value)
-        case "B":
-            return format_size(value)
-        case "B/s":
-            return f"{format_size(value)}/s"
-        case "1/s":
-            return f"{value:,.0f}"
-        case _:
-            return f"{value:,.6g}"

@@ -19,7 +19,7 @@ from xml.etree.ElementTree import Element
 
 from emu.report import svg
 from emu.report.markup import node, render, table
-from emu.units import format_duration, format_size
+from emu.units import format_duration, format_size, format_value
 from emu.workloads.measures import PERCENTILES, Histogram, Series, percentile_name
 
 _STEPS_PER_OCTAVE = 4  # of the drawn distribution; the histograms have at least 8
@@ -310,26 +310,11 @@ def _figure_with(picture: Element, caption: str, *beside: Element) -> Element:
 
 
 def _figure(sample: Mapping[str, Any]) -> str:
-    value = sample["value"]
-    match sample["unit"]:
-        case "ns":
-            return _ns(value)
-        case "s":
-            return format_duration(value)
-        case "B":
-            return format_size(value)
-        case "B/s":
-            return f"{format_size(value)}/s"
-        case "1/s":
-            return f"{value:,.0f}"
-        case "%":
-            return f"{value:.1f} %"
-        case _:
-            return f"{value:,g}"
+    return format_value(sample["value"], sample["unit"])
 
 
 def _ns(value: float) -> str:
-    return format_duration(value * 1e-9) if value else "0"
+    return format_value(value, "ns")
 
 
 def _plain(value: float) -> str:

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from emu.report.document import Report
-from emu.units import format_duration, format_size, plural
+from emu.units import format_value, plural
 from emu.workloads import Result, Sample
 
 _COLUMNS = ("iops", "bw_bytes", "clat_p50", "clat_p99")
@@ -53,19 +53,7 @@ def _rows(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def _figure(sample: Sample) -> str:
-    match sample.unit:
-        case "1/s":
-            return f"{sample.value:,.0f}"
-        case "B/s":
-            return f"{format_size(sample.value)}/s"
-        case "ns":
-            return format_duration(sample.value * 1e-9)
-        case "s":
-            return format_duration(sample.value)
-        case "B":
-            return format_size(sample.value)
-        case _:
-            return f"{sample.value:g}"
+    return format_value(sample.value, sample.unit)
 
 
 def _text(sample: Sample) -> str:
