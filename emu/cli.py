@@ -639,15 +639,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _compare(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from emu.compare.command import OptionError, compare
+    from emu.compare.command import compare
     from emu.progress import make
 
     progress = make()
     console = None if arguments.json else Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
     try:
         document, code = compare(arguments, _load, progress, console)
-    except OptionError as error:
-        raise UsageError(error.message, error.hint) from error
     finally:
         progress.close()
     if arguments.json:

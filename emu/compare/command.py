@@ -1,4 +1,7 @@
-"""The command `emu compare`: its options, and what becomes of them."""
+"""The command `emu compare`: its options, and what becomes of them.
+
+Errors: UsageError for operands or options that do not go together.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dpu.errors import EmuError
+from dpu.errors import EmuError, UsageError
 from emu.compare import COMPARE, PAGE, Comparison, Trial, compare_saved, compare_scenarios, stats, write
 from emu.compare.judge import ALPHA
 from emu.compare.page import headline, print_comparison
@@ -26,10 +29,6 @@ Load = Callable[[str, Sequence[str]], Scenario]
 """The scenario of a name, changed."""
 
 
-class OptionError(EmuError):
-    """Operands or options that do not go together."""
-
-
 def compare(
     arguments: argparse.Namespace, load: Load, progress: Progress, console: Console | None
 ) -> tuple[Any, int]:
@@ -40,12 +39,12 @@ def compare(
     if kinds == {True, False}:
         for text in operands:
             if not is_saved(text) and not _is_scenario(text, load):
-                raise OptionError(f"there is no {text}", "give two folders with saved reports, or two scenarios")
-        raise OptionError(
+                raise UsageError(f"there is no {text}", "give two folders with saved reports, or two scenarios")
+        raise UsageError(
             "a scenario and a saved report cannot be compared", "give two scenarios, or two saved reports"
         )
     if any(is_saved(text) and Path(text).resolve().is_relative_to(out.resolve()) for text in operands):
-        raise OptionError(f"--out {out} would take away what is compared", "choose another --out")
+        raise UsageError(f"--out {out} would take away what is compared", "choose another --out")
     _make_room(out)
     comparison = (_saved if kinds == {True} else _scenarios)(arguments, load, progress, out)
     page = write(comparison, out)
@@ -76,7 +75,7 @@ def _make_room(out: Path) -> None:
 
 def _saved(arguments: argparse.Namespace, load: Load, progress: Progress, out: Path) -> Comparison:
     if not arguments.new or arguments.set or arguments.env or arguments.aa:
-        raise OptionError("saved reports are compared as they are", "give two of them, without --set, --env and --aa")
+        raise UsageError("saved reports are compared as they are", "give two of them, without --set, --env and --aa")
     comparison = Comparison(arguments.base, arguments.new)
     compare_saved(comparison, saved(Path(arguments.base)), saved(Path(arguments.new)))
     return comparison
@@ -84,11 +83,11 @@ def _saved(arguments: argparse.Namespace, load: Load, progress: Progress, out: P
 
 def _scenarios(arguments: argparse.Namespace, load: Load, progress: Progress, out: Path) -> Comparison:
     if arguments.aa and (arguments.new or arguments.set or arguments.env):
-        raise OptionError("--aa compares BASE with itself", "leave out NEW, --set and --env")
+        raise UsageError("--aa compares BASE with itself", "leave out NEW, --set and --env")
     if not (arguments.aa or arguments.new or arguments.set or arguments.env):
-        raise OptionError("there is no NEW", "give it, or --set or --env for what differs, or --aa")
+        raise UsageError("there is no NEW", "give it, or --set or --env for what differs, or --aa")
     if arguments.pairs < 1 or arguments.trials < 1:
-        raise OptionError("--pairs and --trials count from 1", "give a number above 0")
+        raise UsageError("--pairs and --trials count from 1", "give a number above 0")
     environment = dict(_variable(text) for text in arguments.env)
     base = Side("base", load(arguments.base, ()))
     new = Side("new", load(arguments.new or arguments.base, arguments.set), environment)
@@ -120,5 +119,5 @@ def _scenarios(arguments: argparse.Namespace, load: Load, progress: Progress, ou
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise OptionError(f"--env {text} is not NAME=VALUE", "separate name and value by =")
+        raise UsageError(f"--env {text} is not NAME=VALUE", "separate name and value by =")
     return name, value
