@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -191,9 +191,9 @@ def _compare(name: str, base: Sequence[Measure], new: Sequence[Measure], paired:
         worst = max if first.better == "less" else min
         shown = (finding.base, finding.new) if _constant(old) and _constant(late) else (worst(old), worst(late))
         verdict = _direction(shown[0], shown[1], first.better) if sorted(set(old)) != sorted(set(late)) else "same"
-        return _replace(finding, kind="exact", base=shown[0], new=shown[1], verdict=verdict)
+        return replace(finding, kind="exact", base=shown[0], new=shown[1], verdict=verdict)
     if min(len(old), len(late)) < 2:
-        return _replace(finding, verdict="undecided")
+        return replace(finding, verdict="undecided")
     positive = min(*old, *late) > 0
     a, b = ([math.log(v) for v in old], [math.log(v) for v in late]) if positive else (old, late)
     if paired:
@@ -203,19 +203,19 @@ def _compare(name: str, base: Sequence[Measure], new: Sequence[Measure], paired:
     else:
         p, effect = stats.rank_sum(a, b), stats.cliffs_delta(a, b)
         low, middle, high = stats.shift(a, b)
-    finding = _replace(finding, kind="measured", p=p, effect=effect)
+    finding = replace(finding, kind="measured", p=p, effect=effect)
     if not positive:
         return finding
     ends = [math.exp(end) if math.isfinite(end) else None for end in (low, high)]
-    return _replace(finding, ratio=math.exp(middle), low=ends[0], high=ends[1])
+    return replace(finding, ratio=math.exp(middle), low=ends[0], high=ends[1])
 
 
 def _decided(finding: Finding, adjusted: float, best_case: float) -> Finding:
     """The verdict on something tested; ``best_case``: its adjusted p, differed it as clearly as so many runs can."""
     if adjusted >= ALPHA:
-        return _replace(finding, adjusted=adjusted, verdict="same" if best_case < ALPHA else "undecided")
+        return replace(finding, adjusted=adjusted, verdict="same" if best_case < ALPHA else "undecided")
     assert finding.effect is not None
-    return _replace(finding, adjusted=adjusted, verdict=_direction(0.0, finding.effect, finding.better))
+    return replace(finding, adjusted=adjusted, verdict=_direction(0.0, finding.effect, finding.better))
 
 
 def _direction(base: float, new: float, better: Better) -> Verdict:
@@ -226,7 +226,3 @@ def _direction(base: float, new: float, better: Better) -> Verdict:
 
 def _constant(values: Sequence[float]) -> bool:
     return len(set(values)) == 1 and len(values) >= _RUNS_FOR_EXACT
-
-
-def _replace(finding: Finding, **changes: Any) -> Finding:
-    return Finding(**{**asdict(finding), **changes})
