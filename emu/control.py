@@ -25,7 +25,7 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self
+from typing import Any
 
 from dpu.errors import EmuError, UsageError
 from emu import ledger
@@ -120,9 +120,6 @@ class Control:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._parser = Parser()
-
-    def __enter__(self) -> Self:
-        return self
 
     def status(self) -> dict[str, Any]:
         """What ``Supervisor.status`` says."""

@@ -28,7 +28,6 @@ from spdk.rpc.client import JSONRPCClient, JSONRPCException
 from dpu.errors import EmuError
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-DEFAULT_PORT = 9464
 ANSWER_S = 5.0  # Prometheus itself gives up after 10
 
 _OPS = {"read": "bytes_read", "write": "bytes_written", "unmap": "bytes_unmapped", "copy": "bytes_copied"}

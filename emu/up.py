@@ -28,7 +28,6 @@ from emu import ledger
 from emu.control import ANSWER_LIMIT_S, connect, decode_error, encode_error
 from emu.lab import Lab
 from emu.ledger import Book
-from emu.process import tail
 from emu.progress import Progress, Silent
 
 END_LIMIT_S = 60.0
@@ -189,8 +188,3 @@ def _await(book: Book, limit_s: float) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def supervisor_log(lab: Mapping[str, Any]) -> list[str]:
-    """The last lines of the supervisor's own log."""
-    return tail(Path(lab["out"]) / "supervisor.log")

@@ -38,14 +38,14 @@ class Histogram:
         return cls(metric, unit, op, tuple(sorted((value, count) for value, count in counts.items() if count)))
 
     @classmethod
-    def merge(cls, parts: Sequence[Histogram], op: str | None = None) -> Histogram:
-        """All that ``parts`` (at least one) have counted; of the first one's metric, and its operation or ``op``."""
+    def merge(cls, parts: Sequence[Histogram]) -> Histogram:
+        """All that ``parts`` (at least one) have counted; of the first one's metric and operation."""
         counts: Counter[float] = Counter()
         for part in parts:
             for value, count in part.bins:
                 counts[value] += count
         first = parts[0]
-        return cls.of(first.metric, first.unit, first.op if op is None else op, counts)
+        return cls.of(first.metric, first.unit, first.op, counts)
 
     @classmethod
     def load(cls, document: Mapping[str, Any]) -> Histogram:
