@@ -198,6 +198,23 @@ def _stat(pid: int) -> list[str] | None:
     return text.rpartition(")")[2].split()
 
 
+def thread_cpu_ns(pid: int, tid: int) -> int:
+    """CPU nanoseconds of a thread (proc(5), schedstat); 0 where it has ended, or the kernel keeps none."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{tid}/schedstat").read_text().split()[0])
+    except OSError:
+        return 0
+
+
+def process_cpu_ns(pid: int) -> int:
+    """CPU nanoseconds of all threads that ``pid`` has; 0 where there is none, or the kernel keeps none."""
+    try:
+        tids = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return 0
+    return sum(thread_cpu_ns(pid, int(tid)) for tid in tids)
+
+
 def tree_cpu_s(root: int) -> float:
     """CPU seconds of ``root`` and all processes below it, those that have ended and were waited for included."""
     total_ticks, todo = 0, [root]

@@ -1,6 +1,6 @@
 """`emu top`: what the cards of a lab do at this moment, from their own counters and histograms.
 
-    for view in views(status, interval_s=1.0): print(as_text(view))
+    for shown in views(status, interval_s=1.0): console.print(as_table("my", shown))
 
 A view is the difference of two looks. Of each controller: iops, read and written bytes per second, latency
 percentiles, punts and errors per second, mean times in the queue and in service. Of each daemon the CPU of its
@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -30,9 +29,10 @@ from rich.text import Text
 from dpu.layout import HISTOGRAM_STEP_BITS
 from emu.daemon import nqn
 from emu.metrics import call
-from emu.report.card import process_cpu_ns, queues_since
+from emu.process import process_cpu_ns, thread_cpu_ns
+from emu.report.card import io_queues, queues_since
 from emu.units import format_duration, format_size
-from emu.workloads.measures import Histogram
+from emu.workloads.measures import Histogram, percentile_name
 
 PERCENTILES = (50.0, 99.0, 99.9)
 _STAGES = {"MainThread": "control", "poller": "asic"}  # by the beginning of a thread's name; all others: "threads"
@@ -66,17 +66,10 @@ def look(lab: Mapping[str, Any]) -> Look:
         for thread, tid in answer["threads"] if answer else ():
             stage = next((stage for start, stage in _STAGES.items() if thread.startswith(start)), "threads")
             assert answer is not None
-            cpu.setdefault((name, stage), {})[tid] = _thread_cpu_ns(answer["pid"], tid)
+            cpu.setdefault((name, stage), {})[tid] = thread_cpu_ns(answer["pid"], tid)
     for name, vm in lab["vms"].items():
         cpu[name, "QEMU"] = {vm["pid"]: process_cpu_ns(vm["pid"])}
     return Look(time.monotonic(), stats, cpu)
-
-
-def _thread_cpu_ns(pid: int, tid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/task/{tid}/schedstat").read_text().split()[0])
-    except OSError:  # it has ended
-        return 0
 
 
 def view(lab: Mapping[str, Any], before: Look, after: Look) -> dict[str, Any]:
@@ -115,7 +108,8 @@ def _cpus(owner: str, before: Look, after: Look, seconds: float) -> dict[str, fl
 def _controller(
     name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, seconds: float
 ) -> dict[str, Any]:
-    counted = queues_since(_io_queues(name, before), _io_queues(name, after))
+    past, now = (io_queues(stats, name) if stats else {} for stats in (before, after))
+    counted = queues_since(past, now)
     commands = counted.get("commands", 0)
     reasons = {key: count for key, count in counted.items() if key == "punts" or key.startswith("punts.")}
     latency = Histogram.of("latency", "ns", "", {_upper_ns(floor): count for floor, count in counted["latency"]})
@@ -124,20 +118,13 @@ def _controller(
         "iops": round(commands / seconds, 1),
         "read_bytes_per_s": round(counted.get("bytes_read", 0) / seconds, 1),
         "write_bytes_per_s": round(counted.get("bytes_written", 0) / seconds, 1),
-        "latency_ns": {f"p{p:g}": int(latency.percentile(p)) if latency.bins else None for p in PERCENTILES},
+        "latency_ns": {percentile_name(p): int(latency.percentile(p)) if latency.bins else None for p in PERCENTILES},
         "wait_ns": round(counted.get("wait_ns", 0) / commands) if commands else None,
         "serve_ns": round(counted.get("serve_ns", 0) / commands) if commands else None,
         "punts_per_s": round(sum(reasons.values()) / seconds, 1),
         "errors_per_s": round(counted.get("errors", 0) / seconds, 1),
-        "queues": len(_io_queues(name, after)),
+        "queues": len(now),
     }
-
-
-def _io_queues(name: str, stats: Mapping[str, Any] | None) -> dict[int, Mapping[str, Any]]:
-    rows = [
-        row for one in (stats or {"controllers": []})["controllers"] if one["nqn"] == name for row in one["queues"]
-    ]
-    return {row["sqid"]: row for row in rows if row["sqid"]}
 
 
 def _upper_ns(floor_ns: int) -> int:
@@ -147,7 +134,7 @@ def _upper_ns(floor_ns: int) -> int:
 
 # ---- for a person
 
-_TIMES = (*(f"p{p:g}" for p in PERCENTILES), "queue", "service")
+_TIMES = (*map(percentile_name, PERCENTILES), "queue", "service")
 
 
 def as_table(name: str, shown: Mapping[str, Any]) -> Group:

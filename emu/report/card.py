@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dpu.errors import EmuError
 from emu.daemon import Dpu, bdev_name, nqn
+from emu.process import process_cpu_ns
 
 _ABOUT = {"sqid", "entries", "epoch", "fetched"}  # what a queue is; commands are counted beside ``fetched``
 
@@ -51,9 +51,14 @@ async def look(dpu: Dpu, controller: str, nsid: int) -> Look:
         stats = await dpu.rpc("dpu_get_stats")
     except EmuError:
         return Look(io=io)
-    name = nqn(dpu.name, controller)
+    queues = io_queues(stats, nqn(dpu.name, controller))
+    return Look(queues, io, stats["pid"], process_cpu_ns(stats["pid"]))
+
+
+def io_queues(stats: Mapping[str, Any], name: str) -> dict[int, dict[str, Any]]:
+    """Of an answer of ``dpu_get_stats``: the I/O queues of the subsystem ``name`` (an NQN), by SQID."""
     rows = [row for one in stats["controllers"] if one["nqn"] == name for row in one["queues"]]
-    return Look({row["sqid"]: row for row in rows if row["sqid"]}, io, stats["pid"], process_cpu_ns(stats["pid"]))
+    return {row["sqid"]: row for row in rows if row["sqid"]}
 
 
 def since(before: Look, after: Look) -> dict[str, Any]:
@@ -92,14 +97,3 @@ def queues_since(before: Mapping[int, Mapping[str, Any]], after: Mapping[int, Ma
 def _flat(key: str, value: Any) -> dict[str, int]:
     """A counter; or counters by reason, as "key.reason"."""
     return {f"{key}.{reason}": count for reason, count in value.items()} if isinstance(value, dict) else {key: value}
-
-
-def process_cpu_ns(pid: int) -> int:
-    """CPU nanoseconds of all threads that ``pid`` has, by proc(5)'s schedstat; 0 where the kernel keeps none."""
-    total_ns = 0
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            total_ns += int((task / "schedstat").read_text().split()[0])
-    except OSError:
-        return 0
-    return total_ns

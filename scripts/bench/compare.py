@@ -39,7 +39,7 @@ from dpu.fastpath.poller import ns_multiplier
 from emu.compare import stats
 from emu.compare.judge import Finding, Measure, judge
 from emu.compare.runs import order
-from emu.report.card import process_cpu_ns
+from emu.process import process_cpu_ns
 from scripts.bench import common, fastpath
 from tests.support.daemon import Daemon
 from tests.support.nvme_driver import GuestRam, Nvme

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from dpu.errors import EmuError
 from emu.daemon import Dpu
-from emu.report.card import Look, look, process_cpu_ns, since
+from emu.process import process_cpu_ns
+from emu.report.card import Look, look, since
 
 
 def row(sqid: int, fetched: int, epoch: int = 1, **more: Any) -> dict[str, Any]:
