@@ -412,7 +412,7 @@ def _make_room(out: Path) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from emu import control
+    from emu import control, ledger
     from emu.progress import make
     from emu.supervisor import supervise
     from emu.up import Relay, lab_name, start, status_of, status_text
@@ -435,8 +435,7 @@ def _up(arguments: argparse.Namespace) -> int:
                 progress.failed(error)
             raise
         return OK
-    if name in control.labs() and control.labs()[name].living:
-        raise UsageError(f"a lab {name} is up already", f"`emu down {name}`, or give this one another --name")
+    ledger.find_not_living(name)  # says at once that it is taken
     words = [arguments.scenario] if arguments.scenario else [f"--nvme={text}" for text in arguments.nvme]
     words += ["--name", name, "--accel", arguments.accel, *["--cold"] * arguments.cold]
     words += [

@@ -82,11 +82,7 @@ class Ledger:
         """Take ``name``, which one living lab, or fabric, has at a time. UsageError when another has it."""
         link = self.book.with_name(name + _NAMES[kind])
         for _ in range(2):
-            holder = find(name, link.parent, kind)
-            if holder is not None and holder.living:
-                fix = f"{_DOWN[kind].format(name)}, or give this one another --name"
-                raise UsageError(f"a {kind} {name} is up already", fix)
-            if holder is not None:
+            if (holder := find_not_living(name, link.parent, kind)) is not None:
                 remove(holder)
             try:
                 os.symlink(self.directory.name, link)
@@ -173,6 +169,15 @@ def find(name: str, root: Path | None = None, kind: str = "lab") -> Book | None:
         return _read(link.parent / (os.readlink(link) + _SUFFIX))
     except FileNotFoundError:
         return None
+
+
+def find_not_living(name: str, root: Path | None = None, kind: str = "lab") -> Book | None:
+    """The same for whoever wants the name: UsageError where a living lab has it."""
+    holder = find(name, root, kind)
+    if holder is not None and holder.living:
+        fix = f"{_DOWN[kind].format(name)}, or give this one another --name"
+        raise UsageError(f"a {kind} {name} is up already", fix)
+    return holder
 
 
 def claimed(root: Path | None = None, kind: str = "lab") -> dict[str, Book]:

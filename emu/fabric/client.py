@@ -111,8 +111,7 @@ def _up(arguments: argparse.Namespace) -> Shown:
     from emu.up import lab_name
 
     name = lab_name(arguments.name, "fabric")
-    if (book := ledger.find(name, kind="fabric")) is not None and book.living:
-        raise UsageError(f'fabric "{name}" is up already', "take it down, or give another --name")
+    ledger.find_not_living(name, kind="fabric")  # says at once that it is taken
     topology = spec.topology()
     read, write = os.pipe()
     command = [sys.executable, "-m", "emu.fabric.holder", name, spec.model_dump_json(), str(write)]
