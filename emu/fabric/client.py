@@ -127,7 +127,8 @@ def _up(arguments: argparse.Namespace) -> Shown:
     if not answer.pop("ok"):
         raise _told(answer)
     if arguments.plan is not None:
-        arguments.plan.write_text(ask(arguments.name, "plan")[0]["toml"])
+        fix = f"the fabric is up; its plan is in {answer['plan']}"
+        _write(arguments.plan, Path(answer["plan"]).read_text(), fix)
     text = (
         f'fabric "{arguments.name}" is up: {topology.planes} planes x ({topology.t0_per_plane} T0 + '
         f"{topology.t1_per_plane} T1), {topology.hosts} hosts, {topology.link_count} links, engine {spec.engine}; "
@@ -163,11 +164,15 @@ def _show(arguments: argparse.Namespace) -> Shown:
         return {}, None
     document = sample(arguments.name, arguments.interval)
     if arguments.svg is not None:
-        try:
-            arguments.svg.write_text(picture.svg(document))
-        except OSError as error:
-            raise EmuError(f"cannot write {arguments.svg}: {error.strerror}", "give another file") from error
+        _write(arguments.svg, picture.svg(document), "give another file")
     return document, table(document)
+
+
+def _write(file: Path, text: str, fix: str) -> None:
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise EmuError(f"cannot write {file}: {error.strerror}", fix) from error
 
 
 def sample(name: str, interval_s: float) -> Document:

@@ -138,6 +138,20 @@ def test_a_program_that_is_not_installed_is_named_with_its_package(up: Any) -> N
         assert f"fix: install it: `apt-get install {package}`" in ended.stderr
 
 
+def test_a_plan_that_cannot_be_written_is_no_traceback(
+    live: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    small = ("up", "--planes", "1", "--t1", "1", "--hosts", "1")
+    error = emu(capsys, *small, "--plan", str(tmp_path / "no" / "plan.toml"))["error"]
+    assert "cannot write" in error["message"] and error["fix"].startswith("the fabric is up; its plan is in ")
+    assert emu(capsys, "down")["ok"]
+    assert emu(capsys, *small, "--plan", str(tmp_path / "plan.toml"))["ok"]
+    try:
+        assert (tmp_path / "plan.toml").read_text() == emu(capsys, "show", "--plan")["toml"]
+    finally:
+        assert emu(capsys, "down")["ok"]
+
+
 def test_clean_removes_what_a_killed_holder_leaves(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
     holder = Identity.of(up["pid"])
     assert holder is not None
