@@ -598,13 +598,14 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from emu.units import plural
+
     scenario = _load(arguments.scenario)
     if arguments.json:
         _print_json({"ok": True, "problems": [], "scenario": scenario.to_json()})
     else:
         counts = ((len(scenario.vms), "VM"), (len(scenario.dpus), "DPU"), (len(scenario.workloads), "workload"))
-        shown = ", ".join(f"{count} {noun}{'s' * (count != 1)}" for count, noun in counts)
-        print(f"{arguments.scenario}: ok ({shown})")
+        print(f"{arguments.scenario}: ok ({', '.join(plural(*one) for one in counts)})")
     return OK
 
 

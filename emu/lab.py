@@ -35,6 +35,7 @@ from emu.fabric.spec import FabricSpec
 from emu.ledger import Ledger
 from emu.paths import cache_dir
 from emu.progress import Progress
+from emu.units import plural
 from emu.vm import DiskConfig, Platform, Vm, VmConfig, VmError, VmPaths, device_json, qemu_command
 
 if TYPE_CHECKING:
@@ -133,7 +134,8 @@ class Lab:
                 name = self.config.claim or self.ledger.directory.name
                 self.progress.step(f"Bringing the fabric up: emu fabric show --name {name}")
                 self._fabric = await asyncio.to_thread(self._bring_up_fabric, self.config.fabric, name)
-            self.progress.step(f"Starting {_count(self.config.vms, 'VM')}, {_count(self.config.dpus, 'DPU')}")
+            counts = (plural(len(self.config.vms), "VM"), plural(len(self.config.dpus), "DPU"))
+            self.progress.step(f"Starting {', '.join(counts)}")
             starts = [self._start_dpu(dpu) for dpu in self.dpus.values()]
             await together([*starts, *map(self._start_vm, self.vms.values())])
             await together(self._attach(vm) for vm in self.vms.values())
@@ -289,10 +291,6 @@ def _vm_platform(platform: Platform, vm: VmConfig) -> Platform:
     if vm.kernel is None:
         return platform
     return replace(platform, image=images.custom(vm.kernel, vm.initrd))
-
-
-def _count(things: tuple[Any, ...], noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
 
 
 class _SigTerm:

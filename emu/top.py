@@ -31,7 +31,7 @@ from emu.daemon import nqn
 from emu.metrics import call
 from emu.process import process_cpu_ns, thread_cpu_ns
 from emu.report.card import io_queues, queues_since
-from emu.units import format_duration, format_size
+from emu.units import format_duration, format_size, plural
 from emu.workloads.measures import Histogram, percentile_name
 
 PERCENTILES = (50.0, 99.0, 99.9)
@@ -157,7 +157,7 @@ def as_table(name: str, shown: Mapping[str, Any]) -> Group:
             times.add_row(escape(f"{dpu_name}.{controller}"), *shown_times)
     lines = [f"{owner}: {_used(one['cpus'])}" for part in ("dpus", "vms") for owner, one in shown[part].items()]
     restarts = [
-        f"{dpu_name}: its worker was restarted {dpu['worker_restarts']} times"
+        f"{dpu_name}: its worker was restarted {plural(dpu['worker_restarts'], 'time')}"
         for dpu_name, dpu in shown["dpus"].items()
         if dpu["worker_restarts"]
     ]

@@ -29,6 +29,7 @@ from emu.control import ANSWER_LIMIT_S, connect, decode_error, encode_error
 from emu.lab import Lab
 from emu.ledger import Book
 from emu.progress import Progress, Silent
+from emu.units import plural
 
 END_LIMIT_S = 60.0
 _NAME_CHARS_MAX = 32
@@ -156,15 +157,15 @@ def status_text(labs: Mapping[str, Mapping[str, Any]]) -> str:
         lines.append(f"{name}: up for {lab['seconds']:.0f} s, {lab['accelerator']}, supervisor {lab['pid']}")
         lines.append(f"  logs in {lab['out']}")
         if (fabric := lab.get("fabric")) is not None:
-            planes = f"{fabric['planes']} plane{'s' * (fabric['planes'] != 1)}"
-            size = f"{planes}, {fabric['hosts']} hosts, {fabric['links']} links"
+            size = ", ".join(plural(fabric[f"{noun}s"], noun) for noun in ("plane", "host", "link"))
             lines.append(f"  fabric: {size}; emu fabric show --name {fabric['name']}")
         for vm_name, vm in lab["vms"].items():
-            about = f"{vm['vcpus']} vCPU{'s' * (vm['vcpus'] != 1)}, {vm['memory_mib']} MiB, pid {vm['pid']}"
+            about = f"{plural(vm['vcpus'], 'vCPU')}, {vm['memory_mib']} MiB, pid {vm['pid']}"
             lines.append(f"  VM {vm_name}: {vm['state']}, {about}")
             lines += [f"    {one}: {' '.join(seen['namespaces'])}" for one, seen in vm["controllers"].items()]
         for dpu_name, dpu in lab["dpus"].items():
-            restarts = f", worker restarted {dpu['worker_restarts']} times" if dpu["worker_restarts"] else ""
+            times = plural(dpu["worker_restarts"], "time")
+            restarts = f", worker restarted {times}" if dpu["worker_restarts"] else ""
             lines.append(f"  DPU {dpu_name}: {dpu['state']}, pid {dpu['pid']}{restarts}, RPC {dpu['rpc']}")
     return "\n".join(lines) or "no lab is up; `emu up SCENARIO` starts one"
 
