@@ -290,12 +290,13 @@ class _Checker:
         self.check_shared(vms, dpus)
         self.check_machine(vms, dpus)
         workloads = self.workloads()
-        fabric = self.part(FabricSpec, self.document.get("fabric", {}), ("fabric",))
-        if not self.document.get("vm") and "fabric" not in self.document:
+        fabric: FabricSpec | None = None
+        if "fabric" in self.document:
+            fabric = self.part(FabricSpec, self.document["fabric"], ("fabric",))
+        elif not self.document.get("vm"):
             self.problem((), "there is no VM; add a table such as [vm.web]")
-        self.problems = sorted(dict.fromkeys(self.problems), key=lambda problem: _line(problem.where))
-        fabric = fabric if "fabric" in self.document else None
         self.check_hosts(vms, fabric)
+        self.problems = sorted(dict.fromkeys(self.problems), key=lambda problem: _line(problem.where))
         return Scenario(name, vms, dpus, tuple(workloads), self.folder, fabric)
 
     def named_parts(self, kind: str, model: type[Model]) -> dict[str, Model]:

@@ -60,7 +60,7 @@ class FabricSpec(BaseModel):
     t0: int | None = Field(default=None, ge=1, le=2048)
     t1: int | None = Field(default=None, ge=1, le=2048)
     hosts: int | None = Field(default=None, ge=1, le=2048)
-    radix: int | None = Field(default=None, ge=2, le=4096, multiple_of=2)
+    radix: int | None = Field(default=None, ge=2, le=2048, multiple_of=2)
     rate: Rate = 100_000_000
     uplink_rate: Rate | None = None
     engine: Literal["kernel", "ebpf", "scapy"] = "kernel"

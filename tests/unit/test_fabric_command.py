@@ -13,7 +13,7 @@ from emu.cli import main
 from emu.fabric import picture
 from emu.fabric.client import parse_change, table
 from emu.fabric.spec import FabricSpec, parse_rate
-from emu.scenario import ScenarioError, load
+from emu.scenario import ScenarioError, load, parse
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -51,6 +51,7 @@ def test_a_scenario_says_what_the_fabric_is(tmp_path: Path) -> None:
         ('rate = "fast"', "is not a rate"),
         ("radix = 4\nt0 = 2", "radix says how many"),
         ("planes = 9", "less than or equal to 8"),
+        ("radix = 4096", "less than or equal to 2048"),
     ],
 )
 def test_mistakes_in_it_have_their_line(tmp_path: Path, line: str, message: str) -> None:
@@ -80,6 +81,12 @@ def test_a_vm_takes_a_host_of_the_fabric(tmp_path: Path, text: str, message: str
     assert message in problem.message
     file.write_text('[fabric]\n[vm.a]\nhost = "h3"\n')
     assert load(file).lab_config().vms[0].host == "h3"
+
+
+def test_a_wrong_host_stands_in_the_order_of_lines() -> None:
+    with pytest.raises(ScenarioError) as caught:
+        parse('[vm.a]\nhost = "h0"\n[dpu.d]\nx = 1\n', "x.toml", Path())
+    assert [problem.where for problem in caught.value.problems] == ["x.toml:2", "x.toml:4"]
 
 
 def test_specs_survive_the_way_to_their_process() -> None:
