@@ -23,9 +23,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from spdk.rpc.client import JSONRPCClient, JSONRPCException
-
-from dpu.errors import EmuError
+from dpu.errors import EmuError, RpcError
+from dpu.spdk import Client
 
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 ANSWER_S = 5.0  # Prometheus itself gives up after 10
@@ -44,14 +43,10 @@ def ask(sockets: Mapping[str, str]) -> Stats:
 def call(path: str, method: str) -> Mapping[str, Any] | None:
     """One RPC without parameters to the socket ``path``; None when it is not answered."""
     try:
-        client = JSONRPCClient(path, timeout=ANSWER_S)
-        try:
-            client.get_logger().handlers.clear()  # each client adds one to the logger that they share
-            answer: Mapping[str, Any] = client.call(method, {})
+        with Client(path, timeout_s=ANSWER_S) as client:
+            answer: Mapping[str, Any] = client.call(method)
             return answer
-        finally:
-            client.sock.close()
-    except (JSONRPCException, OSError):
+    except (EmuError, RpcError):
         return None
 
 
