@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 from xml.etree.ElementTree import Element
 
 from rich.console import Console
@@ -15,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from emu.report import svg
-from emu.report.html import whole_page
+from emu.report.html import linked, whole_page
 from emu.report.markup import node, table
 from emu.units import format_value, plural
 
@@ -37,9 +36,7 @@ def page(document: Mapping[str, Any], links: Sequence[str] = ()) -> str:
             body.append(node("h2", f"Trial {number}: {_WORDS[trial['outcome']]}"))
         body += list(_trial(trial))
     body += [node("p", note, class_="dim") for note in document["notes"]]
-    if links:
-        body += [node("h2", "Runs"), node("ul", *(node("li", node("a", link, href=quote(link))) for link in links))]
-    return whole_page("dpu-emu comparison", body)
+    return whole_page("dpu-emu comparison", [*body, *linked("Runs", links)])
 
 
 def headline(document: Mapping[str, Any]) -> str:

@@ -62,7 +62,7 @@ def page(document: Mapping[str, Any], links: Sequence[str] = ()) -> str:
         *_dpus(document["dpus"]),
         *_fabric(document.get("fabric")),
         *_circumstances(document),
-        *_files(links),
+        *linked("Logs and files", links),
     ]
     return whole_page(f"{name}: dpu-emu report", body)
 
@@ -295,9 +295,10 @@ def _circumstances(document: Mapping[str, Any]) -> Iterator[Element]:
     yield _folded("The scenario, every default filled in", node("pre", json.dumps(document["scenario"], indent=1)))
 
 
-def _files(links: Sequence[str]) -> Iterator[Element]:
+def linked(title: str, links: Sequence[str]) -> Iterator[Element]:
+    """A list of links, if there are any."""
     if links:
-        yield node("h2", "Logs and files")
+        yield node("h2", title)
         yield node("ul", *(node("li", node("a", link, href=quote(link))) for link in links))
 
 
