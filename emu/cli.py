@@ -149,6 +149,14 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         return command
 
+    def add_qemu_option(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
+
+    def add_machine_options(command: argparse.ArgumentParser) -> None:
+        command.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: auto")
+        add_qemu_option(command)
+        command.add_argument("--cold", action="store_true", help="boot; do not restore a template snapshot")
+
     def add_lab_options(command: argparse.ArgumentParser) -> None:
         command.add_argument("scenario", nargs="?", help="a scenario file, or the name of a packaged one")
         command.add_argument(
@@ -158,9 +166,7 @@ def _parser() -> argparse.ArgumentParser:
             metavar="SIZE[,KEY=VALUE...]",
             help="without a scenario: a controller with a namespace of that size; backend=, block_size=, path=",
         )
-        command.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: auto")
-        command.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
-        command.add_argument("--cold", action="store_true", help="boot; do not restore a template snapshot")
+        add_machine_options(command)
 
     run = add("run", _run, "Start a lab, run its workloads, report.", _RUN_EXAMPLES)
     add_lab_options(run)
@@ -235,7 +241,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = add("doctor", _doctor, "Check what this machine has and lacks, with the fix for each.")
     doctor.add_argument("--offline", action="store_true", help="do not ask the network")
-    doctor.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
+    add_qemu_option(doctor)
 
     compare = add("compare", _compare, "Whether NEW differs from BASE: paired runs, exact tests.", _COMPARE_EXAMPLES)
     compare.add_argument(
@@ -251,9 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--aa", action="store_true", help="BASE against itself: the rate of false positives")
     compare.add_argument("--trials", type=int, default=1, help="repeat the whole comparison; default: 1")
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: out/compare-TIME")
-    compare.add_argument("--accel", choices=("auto", "kvm", "tcg"), default="auto", help="default: auto")
-    compare.add_argument("--qemu", metavar="PATH", help="a QEMU of your own (or DPU_EMU_QEMU)")
-    compare.add_argument("--cold", action="store_true", help="boot; do not restore a template snapshot")
+    add_machine_options(compare)
 
     metrics = add("metrics", _metrics, "A DPU's I/O counters for Prometheus, as OpenMetrics text.")
     metrics.add_argument("socket", nargs="+", metavar="[NAME=]SOCKET", help="a JSON-RPC socket; NAME is its label")
