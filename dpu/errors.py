@@ -24,6 +24,11 @@ class EmuError(Exception):
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
+    @property
+    def details(self) -> str:
+        """What ``str`` of a subclass tells beside these: the last lines of logs."""
+        return str(self).removeprefix(EmuError.__str__(self)).strip("\n")
+
 
 class UsageError(EmuError):
     """The command line is wrong."""

@@ -765,7 +765,7 @@ def _complain(error: EmuError, as_json: bool, code: int | None = None) -> int:
     from emu.scenario import ScenarioError
 
     code = code or (USAGE if isinstance(error, ScenarioError | UsageError) else ENVIRONMENT)
-    details = str(error).removeprefix(EmuError.__str__(error)).strip("\n")
+    details = error.details
     if as_json:
         told = {"message": error.message, "fix": error.hint, "exit_code": code}
         document: dict[str, Any] = {"ok": False, "error": {**told, **({"details": details} if details else {})}}

@@ -40,15 +40,15 @@ _SIGNALLED = 128  # a shell's rule for the exit code of a program that a signal 
 
 
 class RemoteError(EmuError):
-    """What the supervisor has to complain about; ``details``: the last lines of logs; ``code``: for the caller."""
+    """What the supervisor has to complain about; ``log``: last lines of logs; ``code``: for the caller."""
 
-    def __init__(self, message: str, hint: str, details: str, code: int | None) -> None:
+    def __init__(self, message: str, hint: str, log: str, code: int | None) -> None:
         super().__init__(message, hint)
-        self.details = details
+        self.log = log
         self.code = code
 
     def __str__(self) -> str:
-        return super().__str__() + (f"\n{self.details}" if self.details else "")
+        return super().__str__() + (f"\n{self.log}" if self.log else "")
 
 
 def labs() -> dict[str, Book]:
@@ -199,11 +199,10 @@ class Control:
 
 def encode_error(error: EmuError) -> dict[str, Any]:
     """For another process, which raises what ``decode_error`` makes of it."""
-    details = str(error).removeprefix(EmuError.__str__(error)).strip("\n")
     return {
         "message": error.message,
         "fix": error.hint,
-        "details": details[-_DETAILS_CHARS_MAX:],
+        "details": error.details[-_DETAILS_CHARS_MAX:],
         "code": error.code if isinstance(error, GuestError) else None,
         "usage": isinstance(error, UsageError),
     }
