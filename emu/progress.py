@@ -1,12 +1,12 @@
 """What a person sees while something takes longer than a second.
 
-    progress = make(json=False)
+    progress = make()
     progress.step("Fetching 90 packages", total=38_000_000)   # the former step is over
     progress.advance(65536)
     progress.note("KVM is not usable: ...; taking TCG")        # kept in progress.notes for the report
     progress.close()
 
-A bar on a terminal, a line per step elsewhere, nothing with ``json``. Everything goes to standard error, so
+A bar on a terminal, a line per step elsewhere. Everything goes to standard error, so
 that standard output stays the command's own. Call it from one thread.
 """
 
@@ -154,10 +154,8 @@ class Late(Silent):
             self._shown.close()
 
 
-def make(json: bool = False) -> Progress:
-    """The progress that fits standard error; silent for ``json``."""
-    if json:
-        return Silent()
+def make() -> Progress:
+    """The progress that fits standard error."""
     if sys.stderr.isatty():
         return Bar(Console(stderr=True))
     return Lines(sys.stderr)

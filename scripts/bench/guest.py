@@ -221,7 +221,7 @@ async def bench(arguments: argparse.Namespace, report: common.Report) -> None:
     folder = cache_dir("bench")
     folder.mkdir(parents=True, exist_ok=True)
     paths = {side: folder / f"guest-{side}-{os.getpid()}.raw" for side in ("ours", "qemu")}
-    progress = make(json=False)
+    progress = make()
     try:
         for path in paths.values():
             progress.step(f"Writing {path.name}")

@@ -42,8 +42,8 @@ def test_a_bar_leaves_every_step_and_note_on_the_terminal() -> None:
     assert shown.notes == ["took [tcg]"]
 
 
-def test_json_is_silent_and_keeps_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = progress.make(json=True)
+def test_silent_is_silent_and_keeps_the_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = progress.Silent()
     _work(shown)
     assert capsys.readouterr() == ("", "")
     assert shown.notes == ["took [tcg]"]
