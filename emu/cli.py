@@ -31,7 +31,6 @@ from emu.fabric.arguments import add_verbs as add_fabric_verbs
 
 # Everything else is imported by the command that needs it, so that none waits for another's.
 
-_LOG_COLUMNS = 120  # a log has no width of its own
 OK, FAILED, USAGE, ENVIRONMENT, INTERRUPTED, TERMINATED, BROKEN_PIPE = 0, 1, 2, 3, 130, 143, 141
 EXEC_FAILED = 125  # as of env(1) and containers: not the program's own code
 
@@ -275,10 +274,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from emu.lab import plan, prepare
-    from emu.progress import make
+    from emu.progress import make, output
     from emu.report import Report, print_report
     from emu.run import run
 
@@ -320,7 +317,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(report.to_json())
     else:
-        print_report(report, Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS))
+        print_report(report, output())
         print(f"report: {path}, {path.with_suffix('.html').name}")
     return OK if report.ok else FAILED
 
@@ -538,10 +535,10 @@ def _interval(text: str) -> float:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.live import Live
 
     from emu import control, top
+    from emu.progress import output
     from emu.up import status_of
 
     book = control.find(arguments.lab)
@@ -552,7 +549,7 @@ def _top(arguments: argparse.Namespace) -> int:
     views = top.views(lab, arguments.interval)
     if arguments.once:
         views = itertools.islice(views, 1)
-    console = Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
+    console = output()
     try:
         if arguments.json:
             for shown in views:
@@ -641,15 +638,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from emu.compare.command import compare
-    from emu.progress import make
+    from emu.progress import make, output
 
     progress = make()
-    console = None if arguments.json else Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
     try:
-        document, code = compare(arguments, _load, progress, console)
+        document, code = compare(arguments, _load, progress, None if arguments.json else output())
     finally:
         progress.close()
     if arguments.json:

@@ -6,8 +6,8 @@
     progress.note("KVM is not usable: ...; taking TCG")        # kept in progress.notes for the report
     progress.close()
 
-A bar on a terminal, a line per step elsewhere. Everything goes to standard error, so
-that standard output stays the command's own. Call it from one thread.
+A bar on a terminal, a line per step elsewhere. Everything goes to standard error, so that standard output stays the
+command's own (``output()``). Call it from one thread.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+
+_LOG_COLUMNS = 120  # a log has no width of its own
+
+
+def output() -> Console:
+    """Standard output, for tables."""
+    return Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS)
 
 
 class Progress(Protocol):

@@ -28,6 +28,7 @@ from emu.fabric import picture
 from emu.fabric.holder import address, failure
 from emu.fabric.spec import FabricSpec, parse_rate
 from emu.process import Identity
+from emu.progress import output
 from net.errors import NetError
 from net.namespaces import enter
 
@@ -47,7 +48,6 @@ _SPEC_KEYS = (
 )
 _NEVER_KEYS = ("ecn", "trim", "last_hop_trim")
 _ANSWER_S, _END_S = 60.0, 10.0
-_LOG_COLUMNS = 120
 Document = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"ok": True, **document}, indent=2, default=str))
     elif text is not None:
-        Console(width=None if sys.stdout.isatty() else _LOG_COLUMNS).print(text, markup=False, highlight=False)
+        output().print(text, markup=False, highlight=False)
     return 0
 
 
