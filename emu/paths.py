@@ -100,6 +100,13 @@ def socket_path(directory: Path, name: str) -> Path:
     return path
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Put ``text`` into the file ``path``, whole or not at all. OSError as of open(2) and rename(2)."""
+    draft = path.with_name(f".{path.name}")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold ``directory``/.lock; waits for another holder. The kernel frees it when a holder dies."""

@@ -26,7 +26,7 @@ deterministic counts are decided; that is said before the first run, and afterwa
 
 from __future__ import annotations
 
-import os
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ from dpu.errors import EmuError
 from emu.compare import stats
 from emu.compare.judge import ALPHA, Finding, judge, measures, operations, unshared
 from emu.compare.runs import Document, OneRun, Side, run_pairs, same_accelerator
+from emu.paths import write_whole
 from emu.units import plural
 
 SCHEMA = 1
@@ -187,8 +188,6 @@ def _note(comparison: Comparison, text: str) -> None:
 
 def write(comparison: Comparison, out: Path) -> Path:
     """Writes compare.json and compare.html into ``out``, each whole or not at all; the path of the page."""
-    import json
-
     from emu.compare.page import page
 
     document = comparison.to_json()
@@ -196,9 +195,7 @@ def write(comparison: Comparison, out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, text in ((COMPARE, json.dumps(document, indent=2) + "\n"), (PAGE, page(document, links))):
-            draft = out / f".{name}"
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, out / name)
+            write_whole(out / name, text)
     except OSError as error:
         raise EmuError(f"cannot write below {out}: {error.strerror}", "choose another --out") from error
     return out / PAGE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dpu.errors import EmuError
+from emu.paths import write_whole
 from emu.report.html import page
 from emu.workloads import Result, Sample
 from emu.workloads.measures import PERCENTILES, Histogram, merge_all, percentile_name
@@ -106,9 +106,7 @@ class Report:
             folder.mkdir(parents=True, exist_ok=True)
             links = [str(path.relative_to(folder)) for below in (WORKLOADS, "lab") for path in _files(folder / below)]
             for name, text in ((PAGE, page(document, links)), (REPORT, json.dumps(document, indent=2) + "\n")):
-                draft = folder / f".{name}"
-                draft.write_text(text, encoding="utf-8")
-                os.replace(draft, folder / name)
+                write_whole(folder / name, text)
         except OSError as error:
             raise EmuError(
                 f"cannot write the report below {folder}: {error.strerror}", "choose another --out"
