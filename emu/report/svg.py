@@ -96,10 +96,7 @@ def plot(title: str, description: str, x: Axis, y: Axis, lines: Sequence[Line]) 
     for value in y.ticks():
         parts.append(_rule(_LEFT, down(value), _LEFT + inner, down(value)))
         parts.append(_text(_LEFT - 6, down(value) + 4, y.text(value), "end"))
-    for value in x.ticks():
-        parts.append(_rule(across(value), top, across(value), top + _HEIGHT))
-        parts.append(_text(across(value), top + _HEIGHT + 16, x.text(value), "middle"))
-    parts.append(_text(_LEFT + inner / 2, height - 6, x.label, "middle"))
+    parts += _axis_below(x, across, _LEFT + inner / 2, top, top + _HEIGHT)
     middle = top + _HEIGHT / 2
     parts.append(_text(14, middle, y.label, "middle", transform=f"rotate(-90 14 {middle:.1f})"))
     for number, line in enumerate(lines):
@@ -136,16 +133,12 @@ def bars(
 ) -> Element:
     """One bar for each row, made of ``parts`` one after the other."""
     left, bar, top = 160.0, 26.0, 24.0
-    inner, height = _WIDTH - left - _RIGHT, top + bar * len(rows) + _BOTTOM
+    inner, bottom = _WIDTH - left - _RIGHT, top + bar * len(rows)
 
     def across(value: float) -> float:
         return left + inner * axis.place(value)
 
-    shapes: list[Element] = []
-    for value in axis.ticks():
-        shapes.append(_rule(across(value), top, across(value), top + bar * len(rows)))
-        shapes.append(_text(across(value), top + bar * len(rows) + 16, axis.text(value), "middle"))
-    shapes.append(_text(left + inner / 2, height - 6, axis.label, "middle"))
+    shapes = _axis_below(axis, across, left + inner / 2, top, bottom)
     at = left
     for number, part in enumerate(parts):
         shapes.append(node("rect", x=at, y=6.0, width=10.0, height=10.0, class_=f"block c{number % COLOURS}"))
@@ -153,7 +146,7 @@ def bars(
         at += 24 + 7.5 * len(part)
     for index, (label, values) in enumerate(rows):
         y, sum_so_far = top + bar * index + 4, axis.low
-        shapes.append(_text(left - 6, y + 14, label if len(label) < 24 else label[:22] + "...", "end"))
+        shapes.append(_text(left - 6, y + 14, _short(label, 24), "end"))
         for number, value in enumerate(values):
             width = across(sum_so_far + value) - across(sum_so_far)
             shapes.append(
@@ -167,7 +160,7 @@ def bars(
                 )
             )
             sum_so_far += value
-    return _picture(title, description, height, shapes)
+    return _picture(title, description, bottom + _BOTTOM, shapes)
 
 
 def intervals(
@@ -180,15 +173,11 @@ def intervals(
     def across(value: float) -> float:
         return left + inner * min(max(axis.place(value), 0.0), 1.0)
 
-    shapes: list[Element] = []
-    for value in axis.ticks():
-        shapes.append(_rule(across(value), top, across(value), bottom))
-        shapes.append(_text(across(value), bottom + 16, axis.text(value), "middle"))
-    shapes.append(_text(left + inner / 2, bottom + _BOTTOM - 6, axis.label, "middle"))
+    shapes = _axis_below(axis, across, left + inner / 2, top, bottom)
     shapes.append(node("line", x1=across(reference), y1=top, x2=across(reference), y2=bottom, class_="line c1"))
     for index, (label, low, middle, high) in enumerate(rows):
         y = top + bar * index + bar / 2
-        shapes.append(_text(left - 6, y + 4, label if len(label) < 36 else label[:34] + "...", "end"))
+        shapes.append(_text(left - 6, y + 4, _short(label, 36), "end"))
         shapes.append(node("line", x1=across(low), y1=y, x2=across(high), y2=y, class_="line c0"))
         shapes.append(node("circle", cx=across(middle), cy=y, r=4.0, class_="block c0"))
     return _picture(title, description, bottom + _BOTTOM, shapes)
@@ -206,6 +195,21 @@ def _picture(title: str, description: str, height: float, parts: Sequence[Elemen
         role="img",
         aria_labelledby=f"{names['title']} {names['desc']}",
     )
+
+
+def _axis_below(
+    axis: Axis, across: Callable[[float], float], middle: float, top: float, bottom: float
+) -> list[Element]:
+    """Its ticks as rules from ``top`` to ``bottom`` with their values, and its label."""
+    parts: list[Element] = []
+    for value in axis.ticks():
+        parts.append(_rule(across(value), top, across(value), bottom))
+        parts.append(_text(across(value), bottom + 16, axis.text(value), "middle"))
+    return [*parts, _text(middle, bottom + _BOTTOM - 6, axis.label, "middle")]
+
+
+def _short(label: str, length: int) -> str:
+    return label if len(label) < length else label[: length - 2] + "..."
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> Element:
