@@ -7,8 +7,7 @@
     await vm.reboot(); await vm.power_cycle(); await vm.stop()
 
 Parameters: sizes in their unit (``memory_mib``); times in seconds of a quiet host, see ``Patience``.
-Limits: at most ``ROOT_PORTS_MAX`` controllers; none can be unplugged (QEMU 11.1 aborts on the removal of a
-vfio-user device with MSI-X).
+Limits: at most ``ROOT_PORTS_MAX`` controllers; ``detach`` refuses one with MSI-X, on whose removal QEMU 11.1 aborts.
 Errors: VmError with the last console lines when QEMU ends, the guest panics, or patience is over.
 Source: QEMU 11.1 manual (qemu(1), docs/system/devices/vfio-user.rst), QMP reference.
 """
