@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dpu.errors import EmuError, UsageError
-from emu.control import connect
+from emu.control import Control, connect
 from emu.ledger import Book
 from emu.process import Identity
 from emu.progress import Progress
@@ -247,7 +247,6 @@ def console(book: Book, vm: str, once: bool = False) -> None:
         vms = control.status()["vms"]
         if vm not in vms:
             raise UsageError(f"there is no VM {vm}", f"there are: {', '.join(vms)}")
-        pid = Identity.of(vms[vm]["pid"])
         with open(vms[vm]["console"], "rb") as log:
             if once:
                 shutil.copyfileobj(log, sys.stdout.buffer)
@@ -256,31 +255,36 @@ def console(book: Book, vm: str, once: bool = False) -> None:
                     print(f"emu: {_why_empty(vm, vms[vm])}", file=sys.stderr)
                 return
             log.seek(max(0, log.seek(0, os.SEEK_END) - _SHOWN_BYTES))
-            typing: int | None = sys.stdin.fileno()
             with _raw_terminal() as is_terminal:
                 if is_terminal:
                     print(f"console of {vm}; Ctrl-] leaves, Enter gives a shell", end="\r\n", file=sys.stderr)
-                typed, ended_s, shown_s = False, 0.0, 0.0
-                while True:
-                    alive = pid is not None and pid.alive()
-                    if shown := log.read():
-                        _write_through(1, shown)
-                        shown_s = time.monotonic()
-                    if not alive:
-                        print(f"{vm} has ended", end="\r\n", file=sys.stderr)
-                        return
-                    if typing is None and (not typed or _answered(ended_s, shown_s, time.monotonic())):
-                        return
-                    ready, _, _ = select.select([] if typing is None else [typing], [], [], _LOOK_S)
-                    if ready and typing is not None:
-                        keys = os.read(typing, 4096)
-                        if is_terminal and _LEAVE in keys:
-                            return
-                        if keys:
-                            control.type(vm, keys)
-                            typed = True
-                        else:
-                            typing, ended_s = None, time.monotonic()
+                _sit_at(control, vm, Identity.of(vms[vm]["pid"]), log, is_terminal)
+
+
+def _sit_at(control: Control, vm: str, machine: Identity | None, log: IO[bytes], is_terminal: bool) -> None:
+    """Show what comes into ``log`` and type what comes from standard input, until one of them is over."""
+    typing: int | None = sys.stdin.fileno()
+    typed, ended_s, shown_s = False, 0.0, 0.0
+    while True:
+        alive = machine is not None and machine.alive()
+        if shown := log.read():
+            _write_through(1, shown)
+            shown_s = time.monotonic()
+        if not alive:
+            print(f"{vm} has ended", end="\r\n", file=sys.stderr)
+            return
+        if typing is None and (not typed or _answered(ended_s, shown_s, time.monotonic())):
+            return
+        ready, _, _ = select.select([] if typing is None else [typing], [], [], _LOOK_S)
+        if ready and typing is not None:
+            keys = os.read(typing, 4096)
+            if is_terminal and _LEAVE in keys:
+                return
+            if keys:
+                control.type(vm, keys)
+                typed = True
+            else:
+                typing, ended_s = None, time.monotonic()
 
 
 def _answered(ended_s: float, shown_s: float, now_s: float) -> bool:
