@@ -1,7 +1,7 @@
 """Errors of the card, as one tree.
 
     EmuError                 an operator's mistake or a need that is not met: one line and its fix, no traceback
-      UsageError             the command line names something that is not there or does not fit
+      UsageError             the command line or the scenario names something that is not there or does not fit
     VfioUserError            a peer's message that gets a positive errno back (vfio-user, "Message header")
     DmaFault                 an address that the guest gave is outside the DMA map: becomes an NVMe status
     RpcError                 a JSON-RPC answer with an SPDK error code
@@ -31,7 +31,7 @@ class EmuError(Exception):
 
 
 class UsageError(EmuError):
-    """The command line is wrong."""
+    """The command line or the scenario is wrong."""
 
 
 class VfioUserError(Exception):

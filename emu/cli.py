@@ -756,15 +756,13 @@ def _print_json(document: dict[str, Any]) -> None:
 
 
 def _complain(error: EmuError, as_json: bool, code: int | None = None) -> int:
-    from emu.scenario import ScenarioError
-
-    code = code or (USAGE if isinstance(error, ScenarioError | UsageError) else ENVIRONMENT)
+    code = code or (USAGE if isinstance(error, UsageError) else ENVIRONMENT)
     details = error.details
     if as_json:
         told = {"message": error.message, "fix": error.hint, "exit_code": code}
         document: dict[str, Any] = {"ok": False, "error": {**told, **({"details": details} if details else {})}}
-        if isinstance(error, ScenarioError):
-            document["problems"] = [{"where": one.where, "message": one.message} for one in error.problems]
+        if (problems := getattr(error, "problems", None)) is not None:  # ScenarioError, which is slow to import
+            document["problems"] = [{"where": one.where, "message": one.message} for one in problems]
         _print_json(document)
     else:
         for line in error.message.splitlines():

@@ -42,7 +42,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dpu.backends.memory import memory_available_bytes
-from dpu.errors import EmuError
+from dpu.errors import EmuError, UsageError
 from emu.fabric.spec import FabricSpec
 from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
 from emu.toml_lines import Path as KeyPath
@@ -126,7 +126,7 @@ class Problem:
         return f"{self.where}: {self.message}"
 
 
-class ScenarioError(EmuError):
+class ScenarioError(UsageError):
     """Everything that is wrong with a scenario."""
 
     def __init__(self, problems: list[Problem]) -> None:
