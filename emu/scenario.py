@@ -41,8 +41,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dpu.backends.memory import memory_available_bytes
 from dpu.errors import EmuError, UsageError
+from dpu.host_memory import memory_available_bytes
 from emu.fabric.spec import FabricSpec
 from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
 from emu.toml_lines import Path as KeyPath

@@ -17,18 +17,12 @@ import fcntl
 import os
 import uuid as uuids
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from dpu.backends.base import Backend, Kind, check_geometry, os_error
 from dpu.errors import RpcError
+from dpu.host_memory import memory_available_bytes
 from dpu.layout import TRANSFER_MAX
-
-# (folder, limit, use) of the control group that a container sees as its root: version 2, version 1.
-_CGROUPS = (
-    ("/sys/fs/cgroup", "memory.max", "memory.current"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
 
 
 class MemoryBackend(Backend):
@@ -82,20 +76,3 @@ class MemoryBackend(Backend):
     def unwritten_bytes(self) -> int:
         """Bytes that writes may still take from the machine's memory."""
         return max(0, self.size_bytes - os.fstat(self.fd).st_blocks * 512)
-
-
-def memory_available_bytes() -> int:
-    """What this process may still take: the kernel's estimate, cut to the control group's limit."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    for folder, limit_file, use_file in _CGROUPS:
-        try:
-            limit, use = (Path(folder, name).read_text().strip() for name in (limit_file, use_file))
-            counts = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
-        except OSError:
-            continue
-        if limit.isdigit():
-            # Page cache counts as use, and goes when the group needs room.
-            reclaimable = int(counts.get("active_file", 0)) + int(counts.get("inactive_file", 0))
-            available = min(available, max(0, int(limit) - int(use) + reclaimable))
-    return available

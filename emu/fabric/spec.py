@@ -25,11 +25,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from dpu.errors import EmuError
 from emu.units import Size
 from net.errors import NetError
-from net.switch.settings import FabricSettings
 from net.topology import Topology, clos
 
 if TYPE_CHECKING:
     from net.fabric import Fabric
+    from net.switch.settings import FabricSettings
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMG]?)(?:bit/s|b/s|bps|bit)?")
 _FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}
@@ -94,6 +94,8 @@ class FabricSpec(BaseModel):
 
     def settings(self) -> FabricSettings:
         """Its ports."""
+        from net.switch.settings import FabricSettings  # MRC's headers take a while
+
         return FabricSettings(
             engine=self.engine,
             ecn_bytes=_bytes(self.ecn),
