@@ -57,9 +57,10 @@ class Kind(enum.IntEnum):
     FILE = 2
 
 
-def os_error(code: int) -> RpcError:
-    """SPDK's answer to a failed bdev call: -errno and the C library's text for it."""
-    return RpcError(-code, os.strerror(code))
+def os_error(code: int, reason: str = "") -> RpcError:
+    """SPDK's answer to a failed bdev call: -errno and the C library's text for it, and ``reason`` of ours."""
+    text = os.strerror(code)
+    return RpcError(-code, f"{text}: {reason}" if reason else text)
 
 
 class Backend(ABC):

@@ -32,7 +32,6 @@ from typing import Any, Literal, Self
 
 from dpu.backends.base import BLOCK_SIZES, Backend, Kind, check_geometry, os_error
 from dpu.backends.hostdev import open_unused
-from dpu.errors import RpcError
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +93,9 @@ class FileBackend(Backend):
                 raise os_error(errno.EINVAL)
             check_geometry(block_size, size_bytes // block_size)
             if stat.S_ISBLK(status.st_mode) and block_size < native_block_size:
-                reason = f"block_size {block_size} is smaller than the {native_block_size} of {path}"
-                raise RpcError(-errno.EINVAL, f"{os.strerror(errno.EINVAL)}: {reason}")
+                raise os_error(
+                    errno.EINVAL, f"block_size {block_size} is smaller than the {native_block_size} of {path}"
+                )
             _lock(fd, name, path)
             direct_fd, align = (-1, 1) if cache_mode == "buffered" else _open_direct(fd, readonly)
             if cache_mode == "direct" and direct_fd < 0:

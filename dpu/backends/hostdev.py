@@ -20,7 +20,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpu.errors import RpcError
+from dpu.backends.base import os_error
 
 _SYSFS = Path("/sys")
 _PROC = Path("/proc")
@@ -32,23 +32,19 @@ def open_unused(path: str, readonly: bool) -> int:
     status = os.stat(path)
     block = stat.S_ISBLK(status.st_mode)
     if not block and not stat.S_ISREG(status.st_mode):
-        raise _refusal(errno.EINVAL, f"{path} is neither a file nor a block device")
+        raise os_error(errno.EINVAL, f"{path} is neither a file nor a block device")
     found = next(_users_of_device(path, status.st_rdev) if block else _users_of_file(path, status), "")
     if found:
-        raise _refusal(errno.EBUSY, found)
+        raise os_error(errno.EBUSY, found)
     if block and not readonly and _text(_device(status.st_rdev) / "ro") == "1":
-        raise _refusal(errno.EACCES, f"{path} is read-only: say readonly")  # open(2) alone may let it pass
+        raise os_error(errno.EACCES, f"{path} is read-only: say readonly")  # open(2) alone may let it pass
     flags = (os.O_RDONLY if readonly else os.O_RDWR) | os.O_CLOEXEC | (os.O_EXCL if block else 0)
     try:
         return os.open(path, flags)
     except OSError as error:
         if error.errno == errno.EBUSY:
-            raise _refusal(errno.EBUSY, f"{path} is mounted elsewhere or another program holds it") from error
+            raise os_error(errno.EBUSY, f"{path} is mounted elsewhere or another program holds it") from error
         raise
-
-
-def _refusal(code: int, reason: str) -> RpcError:
-    return RpcError(-code, f"{os.strerror(code)}: {reason}")
 
 
 def _users_of_device(path: str, number: int) -> Iterator[str]:

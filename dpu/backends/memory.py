@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from dpu.backends.base import Backend, Kind, check_geometry, os_error
-from dpu.errors import RpcError
 from dpu.host_memory import memory_available_bytes
 from dpu.layout import TRANSFER_MAX
 
@@ -44,10 +43,10 @@ class MemoryBackend(Backend):
         promised_bytes = sum(other.unwritten_bytes() for other in others if isinstance(other, MemoryBackend))
         available_bytes = memory_available_bytes()
         if size_bytes + promised_bytes > available_bytes:
-            raise RpcError(
-                -errno.ENOMEM,
-                f"{os.strerror(errno.ENOMEM)}: bdev {name} needs {size_bytes >> 20} MiB; of {available_bytes >> 20} "
-                f"MiB available {promised_bytes >> 20} MiB are promised to other memory bdevs",
+            raise os_error(
+                errno.ENOMEM,
+                f"bdev {name} needs {size_bytes >> 20} MiB; of {available_bytes >> 20} MiB available "
+                f"{promised_bytes >> 20} MiB are promised to other memory bdevs",
             )
         fd = os.memfd_create(f"dpu-bdev-{uuid}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
