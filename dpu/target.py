@@ -309,19 +309,19 @@ class Target:
         self.iostat = IoStat()
         self.logs = Logs()
         self.calls: list[dict[str, Any]] = []  # of dpu.startup, still to be made
-        self._initialized = True
         self._malloc_count = 0
         self._opening: set[str] = set()  # names of back ends that are being made
         self._lock = asyncio.Lock()
         self._bdev_added = asyncio.Event()
-        self._started = asyncio.Event()
+        self._initialized = asyncio.Event()
+        self._initialized.set()
 
     # -- stored configuration
 
     def to_config(self) -> dict[str, Any]:
         return {
             "version": CONFIG_VERSION,
-            "initialized": self._initialized,
+            "initialized": self.initialized,
             "calls": self.calls,
             "logs": self.logs.to_config(),
             "malloc_count": self._malloc_count,
@@ -344,7 +344,8 @@ class Target:
         ``fds``: everything stashed. Keys ``bdev/...``, ``marks/...`` are taken out of it: kept by the back end that
         the configuration names, closed and unstashed when it names none. Other keys are left alone.
         """
-        self._initialized = config.get("initialized", True)
+        if not config.get("initialized", True):
+            self._initialized.clear()
         self.calls = config.get("calls", [])
         if "version" in config:
             self.logs = Logs.from_config(config["logs"])
@@ -421,20 +422,17 @@ class Target:
     @property
     def initialized(self) -> bool:
         """Whether it has its back ends and subsystems, or waits for ``start_init``."""
-        return self._initialized
+        return self._initialized.is_set()
 
     async def start_init(self) -> bool:
         """End the start-up state that ``dpud --wait-for-rpc`` begins with."""
         async with self._lock:
-            self._initialized = True
+            self._initialized.set()
             self.host.commit(self.to_config())
-            self._started.set()
             return True
 
     async def wait_init(self) -> bool:
-        if not self._initialized:
-            await self._started.wait()
-        return True
+        return await self._initialized.wait()
 
     async def set_logs(self, **changes: Any) -> bool:
         """``changes``: fields of dpu.rpc.logs.Logs."""
@@ -447,11 +445,12 @@ class Target:
     def saved(self, subsystem: str) -> list[dict[str, Any]]:
         """The calls that make a bare daemon's ``subsystem`` ("bdev" or "nvmf") what this one's is."""
         if subsystem == "bdev":
-            rows: list[tuple[str, dict[str, Any]]] = [backend.creation() for backend in self.bdevs.values()]
+            rows = [backend.creation() for backend in self.bdevs.values()]
         elif subsystem == "nvmf":
-            options = vars(self.transport or Transport())
-            set_ones = {name: value for name, value in options.items() if value}
-            rows = [("nvmf_create_transport", {"trtype": TRANSPORT, **set_ones})] if self.transport else []
+            rows = []
+            if self.transport is not None:
+                chosen = {name: value for name, value in vars(self.transport).items() if value}
+                rows.append(("nvmf_create_transport", {"trtype": TRANSPORT, **chosen}))
             for one in self.subsystems.values():
                 rows += one.creation()
         else:
