@@ -301,9 +301,9 @@ class Keeper:
         log.warning("the fork server %d died (%s)", server.pid, server.wait())
         self._no_interest(server.pidfd)
         self._no_interest(server.channel.fileno())
-        server.close()
         if server.busy:
             self._start_failed()
+        server.close()
 
     @property
     def _expecting(self) -> bool:

@@ -68,7 +68,7 @@ class Child:
 
     pid: int
     channel: QueuedChannel
-    pidfd: int = -1
+    pidfd: int = field(init=False)
     verdict: str = ""
     channel_open: bool = True
 
@@ -147,6 +147,9 @@ class ForkServer(Child):
             self._asked = QueuedChannel(mine), Health(health_fd := Health.create())
             try:
                 self.channel.send("fork", fds=(theirs.fileno(), health_fd), armed=armed)
+            except OSError:  # no request, so its end is not that of one as well
+                self._drop_request()
+                raise
             finally:
                 os.close(health_fd)
 
@@ -162,7 +165,11 @@ class ForkServer(Child):
 
     def close(self) -> None:
         super().close()
-        for each in self._asked or ():
+        self._drop_request()
+
+    def _drop_request(self) -> None:
+        asked, self._asked = self._asked or (), None
+        for each in asked:
             each.close()
 
 

@@ -18,8 +18,10 @@ from typing import Any
 
 import pytest
 
+from dpu.channel import QueuedChannel
 from dpu.vfio_user import wire
 from dpu.vfio_user.wire import Command, HeaderFlag
+from dpu.worker_process import ForkServer
 from tests.support import fake_worker
 from tests.support.fake_worker import BAR_BYTES, DOORBELLS, FATAL_OFFSET
 from tests.support.keeper_lab import DEADLINE_S, KeeperLab, VfioClient, in_recvmsg, wait_exit
@@ -517,6 +519,18 @@ def test_a_fork_server_that_dies_is_replaced(start: Start) -> None:
         lab.kill_worker()
         assert client.read(0) == bytes(4)
     assert lab.fork_server() != server
+
+
+def test_a_request_that_was_not_sent_is_none() -> None:
+    """Its failure is counted once: not again when the end of the fork server is seen."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = ForkServer(os.getpid(), QueuedChannel(mine))
+    theirs.close()
+    fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(BrokenPipeError):
+        server.ask(armed=False)
+    assert not server.busy and len(os.listdir("/proc/self/fd")) == fds
+    server.close()
 
 
 def test_a_fork_server_that_cannot_start_again_does_no_harm(start: Start, tmp_path: Path) -> None:
