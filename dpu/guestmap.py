@@ -205,13 +205,10 @@ class GuestMap:
 
     def find(self, iova: int, length: int, rights: int) -> int:
         """Host address of ``length`` bytes that lie in one region; DmaFault."""
-        at = bisect_right(self.regions, iova, key=lambda region: region.iova) - 1
-        if at >= 0:
-            region = self.regions[at]
-            offset = iova - region.iova
-            if region.host and offset + length <= region.size and region.rights & rights == rights:
-                return region.host + offset
-        raise DmaFault(iova, length)
+        host, _, size = self.places(iova, length, rights)[0]
+        if not host or size < length:
+            raise DmaFault(iova, length)
+        return host
 
     def read(self, iova: int, length: int) -> bytes:
         """Copy guest memory; it may span regions that follow each other."""
