@@ -1,6 +1,6 @@
 """Guest memory that the client does not share: DMA by messages of vfio-user, from the server to the client.
 
-Use: ``messages = DmaMessages(send, number)``; ``await messages.read(iova, length)``, ``await messages.write(iova,
+Use: ``messages = DmaMessages(send, generation)``; ``await messages.read(iova, length)``, ``await messages.write(iova,
 data)``; what the client answers goes to ``messages.reply(raw)``. ``View`` is one command's view of memory that is
 partly or wholly unshared, behind the synchronous interface that commands have.
 

@@ -116,8 +116,9 @@ class Client:
             self.subsystem, cntlid, self.plane.memory, self.plane, RealClock(), vectors=vectors
         )
         self.session = Session(self)
-        send = partial(self.worker.channel.send, "send", client=self.number)
-        self.dma = DmaMessages(lambda raw: send(raw=raw), self.worker.generation)
+        self.dma = DmaMessages(
+            lambda raw: self.worker.channel.send("send", raw=raw, client=self.number), self.worker.generation
+        )
         self.plane.refuse_dma = self.dma.refuse
         self.remote = RemoteQueues(self.plane, View(self.plane.memory, self.dma), self._fatal)
         self.regions = self._regions(mapped=False)

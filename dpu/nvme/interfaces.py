@@ -76,7 +76,7 @@ class SubsystemView(Protocol):
 
 
 class GuestMemory(Protocol):
-    """Guest RAM through the DMA map; both raise ``DmaFault`` for what is not mapped with the rights needed."""
+    """Guest RAM through the DMA map; all raise ``DmaFault`` for what is not mapped with the rights needed."""
 
     def read(self, iova: int, length: int) -> bytes: ...
     def gather(self, pieces: list[tuple[int, int]]) -> bytes:
