@@ -39,6 +39,17 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("the coroutine waits for something")
 
 
+def runs(blocks: set[int]) -> list[tuple[int, int]]:
+    """(first, length) of the runs in a set of blocks, in order."""
+    found: list[tuple[int, int]] = []
+    for block in sorted(blocks):
+        if found and sum(found[-1]) == block:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((block, 1))
+    return found
+
+
 class Memory:
     """RAM at 0 .. RAM_BYTES; everything else is not mapped."""
 
@@ -136,13 +147,7 @@ class Plane:
         self.write_through.append(on)
 
     def unrecoverable(self, nsid: int, lba: int, count: int, limit: int) -> list[tuple[int, int]]:
-        runs: list[tuple[int, int]] = []
-        for block in sorted(b for b in self.bad.get(nsid, ()) if lba <= b < lba + count):
-            if runs and sum(runs[-1]) == block:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-            else:
-                runs.append((block, 1))
-        return runs[:limit]
+        return runs({block for block in self.bad.get(nsid, ()) if lba <= block < lba + count})[:limit]
 
     def counters(self, nsid: int) -> Counters:
         return self.counts.get(nsid, Counters())

@@ -13,7 +13,19 @@ from dpu import layout
 from dpu.nvme.interfaces import Completion as Result
 from tests.support import nvme_driver as nv
 from tests.support.nvme_driver import AER, PAGE
-from tests.unit.asic_lab import ENGINES, NS_4K, NS_MEMORY, NS_NULL, PLAIN, UNIT, GuestSq, Kept, Lab, store_doorbell
+from tests.unit.asic_lab import (
+    ENGINES,
+    NS_4K,
+    NS_MEMORY,
+    NS_NULL,
+    PLAIN,
+    UNIT,
+    GuestCq,
+    GuestSq,
+    Kept,
+    Lab,
+    store_doorbell,
+)
 
 INTERNAL_ERROR, WRITE_PROTECTED = 0x006, 0x020  # Base figure 93
 TICKS = ("read_ticks", "write_ticks", "unmap_ticks", "copy_ticks")
@@ -35,6 +47,16 @@ def kept() -> Iterator[Kept]:
 def lab(kept: Kept, engine: Any) -> Iterator[Lab]:
     with Lab(kept, engine) as lab:
         yield lab.begin()
+
+
+def handed_to_control(lab: Lab) -> tuple[GuestCq, int]:
+    """An admin command that control has: its CQ and its slot."""
+    queue = lab.open_pair(0, 8)
+    queue.submit(nv.IDENTIFY)
+    queue.ring()
+    lab.settle()
+    (slot,) = lab.misses()
+    return queue.cq, slot
 
 
 def flushes(queue: GuestSq, count: int) -> None:
@@ -322,12 +344,7 @@ def test_an_aer_that_waits_for_room_after_an_idle_restart(kept: Kept) -> None:
 
 def test_updates_of_commands_that_a_reset_has_dropped(kept: Kept, lab: Lab) -> None:
     """An answer that arrives after its slot was freed posts nothing and frees nothing twice."""
-    cq = lab.open_cq(0, 8)
-    sq = lab.open_sq(0, 8, cq)
-    sq.submit(nv.IDENTIFY)
-    sq.ring()
-    lab.settle()
-    (slot,) = lab.misses()
+    cq, slot = handed_to_control(lab)
     lab.plane.finish(slot, Result(0))
     lab.plane.inflight.state[:] = layout.FREE
     lab.plane.record.free_count = layout.SLOTS
@@ -341,12 +358,7 @@ def test_updates_of_commands_that_a_reset_has_dropped(kept: Kept, lab: Lab) -> N
 
 def test_updates_of_a_controller_that_is_gone(kept: Kept, lab: Lab) -> None:
     """Its records may belong to another client by then."""
-    cq = lab.open_cq(0, 8)
-    sq = lab.open_sq(0, 8, cq)
-    sq.submit(nv.IDENTIFY)
-    sq.ring()
-    lab.settle()
-    (slot,) = lab.misses()
+    cq, slot = handed_to_control(lab)
     lab.plane.record.live = 0
     lab.plane.finish(slot, Result(0))
     lab.settle()
@@ -372,12 +384,7 @@ def test_dead_and_held_controllers_are_left_alone(kept: Kept, lab: Lab) -> None:
 
 def test_answers_to_a_held_controller_wait(kept: Kept, lab: Lab) -> None:
     """While control changes the DMA map nothing is written to guest memory (DESIGN rule 8)."""
-    cq = lab.open_cq(0, 8)
-    sq = lab.open_sq(0, 8, cq)
-    sq.submit(nv.IDENTIFY)
-    sq.ring()
-    lab.settle()
-    (slot,) = lab.misses()
+    cq, slot = handed_to_control(lab)
     lab.plane.record.hold = 1
     lab.plane.finish(slot, Result(0))
     lab.settle()

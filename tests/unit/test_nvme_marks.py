@@ -19,6 +19,7 @@ from dpu.backends import Marks
 from dpu.nvme import io
 from tests.support import nvme_driver as nv
 from tests.support.nvme_driver import PAGE
+from tests.support.nvme_host import runs
 from tests.unit.asic_lab import ENGINES, NS_4K, NS_MEMORY, NS_NULL, PLAIN, Cut, GuestSq, Kept, Lab
 
 BLOCKS = 9000  # more than two pages of marks
@@ -30,16 +31,6 @@ def marks() -> Iterator[Marks]:
     marks = Marks.create(BLOCKS)
     yield marks
     marks.close()
-
-
-def runs(blocks: set[int]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for block in sorted(blocks):
-        if found and sum(found[-1]) == block:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((block, 1))
-    return found
 
 
 def test_marks_are_a_set_of_blocks(marks: Marks) -> None:
