@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.001
 _ENTRIES = layout.QUEUES * layout.QUEUE_ENTRIES_MAX
-_EVENT = (1).to_bytes(8, "little")
 _LIVE = layout.offset_of(layout.CONTROLLER, "live")
 _LIVE_COUNT = layout.offset_of(layout.CONTROLLER, "live_count")
 _HOLD = layout.offset_of(layout.CONTROLLER, "hold")
@@ -206,8 +205,9 @@ class Plane:
         self._table = self.memory.table()
         self.record.dma, self.record.dma_count = _at(self._table), len(self._table)
         self.locals["sq_host"] = self.locals["cq_host"] = 0
-        for qid in range(layout.QUEUES) if self.remote else ():
-            self._place_copies(qid)
+        if self.remote:
+            for qid in range(layout.QUEUES):
+                self._place_copies(qid)
         self._resolve_dbbuf()
 
     def set_vectors(self, start: int, fds: list[int]) -> None:
@@ -422,7 +422,7 @@ class Plane:
         fd = self._connected[vector]
         if fd >= 0 and vector not in self._masked:
             with contextlib.suppress(BlockingIOError):  # it holds more events than can be counted: it is signalled
-                os.write(fd, _EVENT)
+                os.eventfd_write(fd, 1)
 
     def set_write_through(self, on: bool) -> None:
         """As DataPlane's; writes that were fetched before are not waited for."""

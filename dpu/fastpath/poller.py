@@ -30,7 +30,6 @@ SPIN_PASSES = 50
 IDLE_MS = 250
 NAP_US = 2000
 _PR_SET_TIMERSLACK = 29
-_EVENT = (1).to_bytes(8, "little")
 _LIBC = ctypes.CDLL(None)
 
 
@@ -140,12 +139,12 @@ class Poller:
 
     def wake(self) -> None:
         """End its sleep."""
-        os.write(self.wake_fd, _EVENT)
+        os.eventfd_write(self.wake_fd, 1)
 
     def call_control(self) -> None:
         """Have control look at its clients; from any thread, even in a signal handler."""
         with contextlib.suppress(BlockingIOError):
-            os.write(self.control_fd, _EVENT)
+            os.eventfd_write(self.control_fd, 1)
 
     async def grace(self) -> None:
         """Return when every pass that was under way has ended."""
