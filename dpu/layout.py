@@ -111,9 +111,8 @@ SQ: Final = _words(
 CQ: Final = _words("live", "epoch", "entries", "iova", "vector", "interrupts", "posted", "signals", size=64)
 
 # Five words for each kind of command that moves data, so that one piece of code counts all of them.
-TALLY: Final = _words(
-    "count", "bytes", "ticks", "ticks_max", "ticks_min"
-)  # found in the queue -> posted; min 0: none
+# Ticks are from found in the queue to posted; ticks_min 0: none.
+TALLY: Final = _words("count", "bytes", "ticks", "ticks_max", "ticks_min")
 TALLY_BYTES: Final = TALLY.itemsize
 TALLY_READ: Final = 0
 TALLY_WRITE: Final = 1
@@ -378,7 +377,6 @@ TRACE_BYTES: Final = TRACE.itemsize
 TRACE_HEADER: Final = 128  # before the records: how many were written, ever
 TRACE_SLOT: Final = _words("handed", "taken", "answered", "why")
 
-WHY_NOT: Final = 0
 WHY_ADMIN: Final = 1
 WHY_FILE: Final = 2
 WHY_NO_URING: Final = 3

@@ -123,7 +123,20 @@ from dpu.layout import (
     WHY_NO_URING,
     WHY_REFUSED,
 )
-from dpu.nvme.wire import BROADCAST_NSID, COPY_RANGES_MAX, AdminOpcode, NvmOpcode, Status
+from dpu.nvme.wire import (
+    BROADCAST_NSID,
+    CDW11_DSM_AD,
+    CDW12_COPY_FORMAT,
+    CDW12_COPY_NR,
+    CDW12_FUA,
+    CDW12_NLB,
+    CDW12_PRACT,
+    COPY_RANGES_MAX,
+    DSM_RANGES_MAX,
+    AdminOpcode,
+    NvmOpcode,
+    Status,
+)
 
 # Names as plain numbers: compiled code takes globals as constants.
 _FLUSH, _WRITE, _READ = int(NvmOpcode.FLUSH), int(NvmOpcode.WRITE), int(NvmOpcode.READ)
@@ -138,7 +151,7 @@ SHORT_SLEEP_NS = 100_000
 NAP_NS_MIN = 50_000
 LOOKS = 4  # 452 doorbells
 NAP_SPINS = 10  # between naps a poller spins longer: about as long as the shortest nap
-URING_RESERVE = 257  # requests that one command can need: Deallocate of 256 ranges, and one to spare
+URING_RESERVE = DSM_RANGES_MAX + 1  # requests that one command can need: Deallocate's, and one to spare
 _MORE = 1 << 13  # the error log has an entry of it
 _OK = 0
 _INVALID_OPCODE = int(Status.INVALID_OPCODE) | _DNR
@@ -157,10 +170,6 @@ _READ_ERROR = int(Status.UNRECOVERED_READ_ERROR)
 _INTERNAL = int(Status.INTERNAL_ERROR)
 _PENDING = -1  # execute(): the completion comes later
 _BY_CONTROL = -2  # uring_status(): what the file system cannot do, a thread of control does another way
-
-_FUA = 1 << 30  # CDW12 of Read, Write and Write Zeroes (NVM 3.2)
-_PRACT = 1 << 29  # of CDW12's PRINFO
-_DEALLOCATE = 1 << 2  # CDW11 AD of Dataset Management
 
 _REGION_WRITE = 10  # vfio-user command
 _NO_REPLY = 0x10
@@ -390,7 +399,7 @@ def unmark(ns: Any, lba: int, blocks: int) -> None:
 
 
 @inlined
-def count_io(c: Any, entry: Any, sq: Any, status: int, op: int, space: int, spent: int) -> None:
+def count_io(entry: Any, sq: Any, status: int, op: int, space: int, spent: int) -> None:
     """Count a command on the namespace whose counters are at ``space``."""
     if status or (op != _READ and op != _WRITE and op != _DSM and op != _COPY):
         row = view(space, 1, SPACE)[0]
@@ -438,7 +447,7 @@ def count_command(p: Any, c: Any, entry: Any, sq: Any, status: int) -> None:
     if sqid:
         nsid = signed(entry.sqe.nsid)
         if 0 < nsid <= NAMESPACES:
-            count_io(c, entry, sq, status, op, c.state + SPACE_OFFSET + SPACE_BYTES * (nsid - 1), spent)
+            count_io(entry, sq, status, op, c.state + SPACE_OFFSET + SPACE_BYTES * (nsid - 1), spent)
     if p.stamps:
         ns = spent * p.ns_mult >> 20
         bucket = ns
@@ -466,7 +475,7 @@ def report_error(p: Any, c: Any, entry: Any, status: int) -> int:
     if status & 0x7FF == _READ_ERROR and 0 < record.nsid <= NAMESPACES:
         ns = view(c.namespaces, NAMESPACES, NAMESPACE)[record.nsid - 1]
         if ns.marks and signed(entry.sqe.opcode) != _COPY:
-            bad = find_mark(ns, record.lba, (signed(entry.sqe.cdw12) & 0xFFFF) + 1)
+            bad = find_mark(ns, record.lba, (signed(entry.sqe.cdw12) & CDW12_NLB) + 1)
             record.lba = bad if bad >= 0 else record.lba
     store_u64(p.errors + RING_TAIL, tail + 1)
     p.kick = 1
@@ -663,7 +672,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
         odd |= segments[i].host | segments[i].length
     if fd < 0 or odd & ns.align:
         fd = ns.fd
-    flags = _DSYNC if op == _WRITE and (signed(sqe.cdw12) & _FUA or c.write_through) else 0
+    flags = _DSYNC if op == _WRITE and (signed(sqe.cdw12) & CDW12_FUA or c.write_through) else 0
     u = view(p.uring, 1, URING)[0]
     tag = c.index << 32 | slot
     uring_prepare(u, _OP_READV if op == _READ else _OP_WRITEV, fd, lba << ns.shift, out, count, flags, tag)
@@ -690,7 +699,7 @@ def write_zeroes(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, block
     operations = clear(p, c, slot, entry, ns, lba << ns.shift, blocks << ns.shift)
     if operations == 0:
         return _OK
-    if signed(entry.sqe.cdw12) & _FUA or c.write_through:
+    if signed(entry.sqe.cdw12) & CDW12_FUA or c.write_through:
         u = view(p.uring, 1, URING)[0]
         index = (load_u32(u.sq_tail) - 1) & u.sq_mask
         view(u.sqes, u.sq_mask + 1, URING_SQE)[index].sqe_flags = _LINK
@@ -731,25 +740,34 @@ def in_range(ns: Any, lba: int, blocks: int) -> bool:
 
 
 @compiled
+def take_ranges(p: Any, c: Any, slot: int, entry: Any, size: int) -> int:
+    """Copy a command's list of ranges to the scratch area: the guest may change it under us. Its status."""
+    local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
+    out = c.segments + slot * SEGMENT_LIST_BYTES
+    found = walk_prps(c, local, entry.sqe, size, DMA_READ, out)
+    if found < 0:
+        return -found
+    segments = view(out, SEGMENTS, SEGMENT)
+    at = p.scratch
+    for i in range(found):
+        copy(at, segments[i].host, segments[i].length)
+        at += segments[i].length
+    return _OK
+
+
+@compiled
 def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     """Dataset Management (NVM 3.2.3): the Deallocate attribute; other attributes are hints."""
     sqe = entry.sqe
     count = (signed(sqe.cdw10) & 0xFF) + 1  # 0's based
-    local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
-    out = c.segments + slot * SEGMENT_LIST_BYTES
-    found = walk_prps(c, local, sqe, count * 16, DMA_READ, out)
-    if found < 0:
-        return -found
-    segments = view(out, SEGMENTS, SEGMENT)
-    at = p.scratch  # one copy: the guest may change its list under us
-    for i in range(found):
-        copy(at, segments[i].host, segments[i].length)
-        at += segments[i].length
+    status = take_ranges(p, c, slot, entry, count * 16)
+    if status != _OK:
+        return status
     ranges = view(p.scratch, count, RANGE)
     for i in range(count):
         if not in_range(ns, ranges[i].slba, signed(ranges[i].nlb)):
             return _LBA_RANGE
-    if not signed(sqe.cdw11) & _DEALLOCATE:
+    if not signed(sqe.cdw11) & CDW11_DSM_AD:
         return _OK
     if ns.readonly:
         return _WRITE_PROTECTED
@@ -775,23 +793,16 @@ def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     result after a worker's death is that of copying more than once.
     """
     sqe = entry.sqe
-    count = (signed(sqe.cdw12) & 0xFF) + 1  # 0's based
-    if signed(sqe.cdw12) >> 8 & 0xF:
+    count = (signed(sqe.cdw12) & CDW12_COPY_NR) + 1  # 0's based
+    if signed(sqe.cdw12) & CDW12_COPY_FORMAT:
         return _INVALID_FIELD
     if count > COPY_RANGES_MAX:
         return _SIZE_LIMIT
     if ns.threads:  # control checks the ranges, too
         return to_control(p, c, slot, entry, ns.threads)
-    local = view(c.queues, QUEUES, QUEUE_LOCAL)[entry.sqid]
-    out = c.segments + slot * SEGMENT_LIST_BYTES
-    found = walk_prps(c, local, sqe, count * 32, DMA_READ, out)
-    if found < 0:
-        return -found
-    segments = view(out, SEGMENTS, SEGMENT)
-    at = p.scratch  # one copy: the guest may change its list under us
-    for i in range(found):
-        copy(at, segments[i].host, segments[i].length)
-        at += segments[i].length
+    status = take_ranges(p, c, slot, entry, count * 32)
+    if status != _OK:
+        return status
     ranges = view(p.scratch, count, COPY_RANGE)
     total = 0
     for i in range(count):
@@ -828,7 +839,7 @@ def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
 @compiled
 def verify(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     """Verify (NVM 3.2.5) of blocks that are not marked: memory holds what was put there, control reads a file."""
-    if signed(entry.sqe.cdw12) & _PRACT:
+    if signed(entry.sqe.cdw12) & CDW12_PRACT:
         return _INVALID_FIELD
     return to_control(p, c, slot, entry, WHY_BUFFER) if ns.kind == KIND_FILE else _OK
 
@@ -859,7 +870,7 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     if op == _COPY:
         return copy_blocks(p, c, slot, entry, ns)
     lba = signed(sqe.cdw10) | signed(sqe.cdw11) << 32
-    blocks = (signed(sqe.cdw12) & 0xFFFF) + 1  # 0's based
+    blocks = (signed(sqe.cdw12) & CDW12_NLB) + 1  # 0's based
     if not in_range(ns, lba, blocks):
         return _LBA_RANGE
     if ns.readonly and (op == _WRITE or op == _ZEROES or op == _UNCORRECTABLE):
@@ -1048,7 +1059,7 @@ def written(c: Any, entry: Any) -> None:
         ns = view(c.namespaces, NAMESPACES, NAMESPACE)[signed(entry.sqe.nsid) - 1]
         if ns.marks:
             lba = signed(entry.sqe.cdw10) | signed(entry.sqe.cdw11) << 32
-            unmark(ns, lba, (signed(entry.sqe.cdw12) & 0xFFFF) + 1)
+            unmark(ns, lba, (signed(entry.sqe.cdw12) & CDW12_NLB) + 1)
 
 
 @compiled

@@ -1,8 +1,9 @@
 """I/O commands that control carries out, on files in a thread.
 
-The compiled stage does I/O through io_uring; what it hands over is Write Uncorrectable, for every back end, Compare,
-Verify and Copy on files, where the kernel does not allow io_uring everything on files, and everything of clients that
-do not share their memory (dpu.dma). LBA ranges and marks of source blocks were checked before, but for Copy's.
+The compiled stage does I/O through io_uring; what it hands over is Write Uncorrectable, for every back end; Compare,
+Verify, Copy, Deallocate once there are marks, and what the file system does not do, on files; everything on files
+where the kernel does not allow io_uring; and everything of clients that do not share their memory (dpu.dma). LBA
+ranges and marks of source blocks were checked before, but for Copy's.
 
 Use: ``await execute(sqe, memory, subsystem, durable)``. Errors: none; what fails is a status.
 Source: NVM Command Set Specification 1.0, section 3.2.
@@ -22,10 +23,19 @@ from dpu.layout import COPY_MAX, TRANSFER_MAX
 from dpu.nvme import prp
 from dpu.nvme.errors import CommandError
 from dpu.nvme.interfaces import Completion, GuestMemory
-from dpu.nvme.wire import BROADCAST_NSID, CDW12_COPY_NR, CopyRange, DsmRange, NvmOpcode, Status, SubmissionEntry
+from dpu.nvme.wire import (
+    BROADCAST_NSID,
+    CDW11_DSM_AD,
+    CDW12_COPY_NR,
+    CDW12_FUA,
+    CDW12_NLB,
+    CopyRange,
+    DsmRange,
+    NvmOpcode,
+    Status,
+    SubmissionEntry,
+)
 
-_FUA = 1 << 30  # CDW12
-_DEALLOCATE = 1 << 2  # CDW11
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _CHUNK_BYTES = 1 << 20
@@ -47,7 +57,7 @@ async def execute(sqe: bytes, memory: GuestMemory, subsystem: Subsystem, durable
     :param durable: writes are to be durable also without Force Unit Access
     """
     entry = SubmissionEntry.from_buffer_copy(sqe)
-    durable = durable or bool(entry.cdw12 & _FUA)
+    durable = durable or bool(entry.cdw12 & CDW12_FUA)
     try:
         if entry.opcode == NvmOpcode.COPY:
             return await _copy(entry, memory, subsystem.backend(entry.nsid), durable)
@@ -76,7 +86,7 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
     if op == NvmOpcode.DATASET_MANAGEMENT:
         await _deallocate(entry, memory, backend)
         return
-    lba, blocks = entry.cdw10 | entry.cdw11 << 32, (entry.cdw12 & 0xFFFF) + 1  # NLB is 0's based
+    lba, blocks = entry.cdw10 | entry.cdw11 << 32, (entry.cdw12 & CDW12_NLB) + 1  # NLB is 0's based
     offset, length = lba * backend.block_size, blocks * backend.block_size
     if op == NvmOpcode.WRITE_UNCORRECTABLE:
         if backend.marks is None:
@@ -153,9 +163,9 @@ async def _deallocate(entry: SubmissionEntry, memory: GuestMemory, backend: Back
     ranges = [DsmRange.from_buffer_copy(data, 16 * i) for i in range(count)]
     if any(one.slba + one.nlb > backend.num_blocks for one in ranges):
         raise CommandError(Status.LBA_OUT_OF_RANGE)
-    if entry.cdw11 & _DEALLOCATE and backend.readonly:
+    if entry.cdw11 & CDW11_DSM_AD and backend.readonly:
         raise CommandError(Status.NAMESPACE_WRITE_PROTECTED)
-    if entry.cdw11 & _DEALLOCATE and backend.supports_discard:
+    if entry.cdw11 & CDW11_DSM_AD and backend.supports_discard:
         for one in ranges:
             size = backend.block_size
             if await asyncio.to_thread(_punch, backend.fd, one.nlb * size, one.slba * size):

@@ -175,11 +175,8 @@ class NvmOpcode(enum.IntEnum):
 
 # CDW12 of Read, Write, Compare, Write Zeroes (NVM 3.2); NLB (15:0) is 0's based.
 CDW12_NLB: Final = 0x0000FFFF
-CDW12_DEAC: Final = 1 << 25  # Write Zeroes only
-CDW12_PRINFO: Final = 0xF << 26
+CDW12_PRACT: Final = 1 << 29  # of PRINFO (29:26)
 CDW12_FUA: Final = 1 << 30
-CDW12_LR: Final = 1 << 31
-CDW12_PRACT: Final = 1 << 29  # of PRINFO
 # CDW12 of Copy (NVM figure 31).
 CDW12_COPY_NR: Final = 0xFF  # 0's based
 CDW12_COPY_FORMAT: Final = 0xF00
