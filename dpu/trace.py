@@ -38,7 +38,7 @@ WHY: Final = {
     layout.WHY_FILE: "the data is in a file",
     layout.WHY_NO_URING: "file without io_uring",
     layout.WHY_BUFFER: "needs a buffer for a file's data",
-    layout.WHY_MARKS: "only control marks blocks",
+    layout.WHY_MARKS: "marks of Write Uncorrectable",
     layout.WHY_REFUSED: "the file system does not do it",
     layout.WHY_UNSHARED: "guest memory is not shared",
 }

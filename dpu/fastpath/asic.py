@@ -764,24 +764,27 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     if status != _OK:
         return status
     ranges = view(p.scratch, count, RANGE)
+    total = 0
     for i in range(count):
         if not in_range(ns, ranges[i].slba, signed(ranges[i].nlb)):
             return _LBA_RANGE
+        total += signed(ranges[i].nlb)
     if not signed(sqe.cdw11) & CDW11_DSM_AD:
         return _OK
     if ns.readonly:
         return _WRITE_PROTECTED
-    if ns.marks and ns.discard and ns.kind == KIND_FILE:  # a range keeps its marks when the file system fails it
+    if not ns.discard:
+        return _OK
+    entry.bytes = total << ns.shift
+    if ns.marks and ns.kind == KIND_FILE:  # a range keeps its marks when the file system fails it
         return to_control(p, c, slot, entry, WHY_MARKS)
-    operations = cleared = 0
+    operations = 0
     for i in range(count):
         size = signed(ranges[i].nlb) << ns.shift
-        if size and ns.discard:
-            cleared += size
+        if size:
             operations += clear(p, c, slot, entry, ns, ranges[i].slba << ns.shift, size)
             if ns.marks:  # a deallocated block reads as DLFEAT says
                 unmark(ns, ranges[i].slba, signed(ranges[i].nlb))
-    entry.bytes = cleared
     return to_uring(p, c, slot, entry, operations) if operations else _OK
 
 

@@ -18,6 +18,7 @@ from dpu import layout
 from dpu.backends import FileBackend, Marks
 from dpu.errors import EmuError
 from dpu.fastpath.uring import Ring
+from dpu.nvme.interfaces import Completion as Result
 from tests.support import nvme_driver as nv
 from tests.support.nvme_driver import PAGE
 from tests.unit.asic_lab import ENGINES, NS_FILE, PLAIN, UNIT, Cut, Cutter, FakeRing, GuestSq, Kept, Lab, Request
@@ -226,6 +227,10 @@ def test_deallocate_with_marks_is_controls(lab: Lab, ring: FakeRing, queue: Gues
     assert not asked(lab, ring) and not queue.cq.reap()
     (slot,) = lab.misses()
     assert lab.plane.sqe(slot)[0] == nv.DSM and backend.marks.ranges(0, 100) == [(4, 2)]
+    lab.plane.finish(slot, Result(0))
+    lab.settle()
+    counts = lab.plane.spaces[NS_FILE - 1]
+    assert (int(counts.unmaps), int(counts.bytes_unmapped)) == (1, 8 * UNIT)
 
 
 def test_deallocate_that_is_not_taken_asks_nothing(lab: Lab, ring: FakeRing, queue: GuestSq) -> None:
