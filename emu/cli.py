@@ -276,8 +276,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> int:
     from emu.lab import plan, prepare
     from emu.progress import make, output
-    from emu.report import Report, print_report
-    from emu.run import run
+    from emu.report import print_report
+    from emu.report.document import PAGE, REPORT
+    from emu.run import run_to_report
 
     scenario = _scenario_to_run(arguments)
     out = arguments.out or Path("out") / f"{scenario.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -302,23 +303,14 @@ def _run(arguments: argparse.Namespace) -> int:
                 print(dryrun.as_shell(config, planned, place), end="")
             return OK
         _make_room(out)
-        report = Report(scenario.name, scenario.to_json(), error="the run has not come to its end")
-        report.write(out)  # also tells the next run that this folder is one of ours
-        try:
-            asyncio.run(run(scenario, config, progress, report))
-            report.error = ""
-        except EmuError as error:
-            report.error = str(error)
-            report.write(out)
-            raise
+        report = run_to_report(scenario, config, progress, out)
     finally:
         progress.close()
-    path = report.write(out)
     if arguments.json:
         _print_json(report.to_json())
     else:
         print_report(report, output())
-        print(f"report: {path}, {path.with_suffix('.html').name}")
+        print(f"report: {out / REPORT}, {PAGE}")
     return OK if report.ok else FAILED
 
 

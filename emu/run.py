@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,6 +26,24 @@ from emu.workloads.base import Output, find_device
 
 _STATS = "dpu_get_stats"
 _STEPS = 1000  # of a workload's progress
+
+
+def run_to_report(scenario: Scenario, config: LabConfig, progress: Progress, out: Path) -> Report:
+    """:func:`run`, and its report in the folder ``out``, from the beginning and as it is at the end, however it ends.
+
+    EmuError when the lab cannot start or the folder cannot be written.
+    """
+    report = Report(scenario.name, scenario.to_json(), error="the run has not come to its end")
+    report.write(out)  # also tells the next run that this folder is one of ours
+    try:
+        asyncio.run(run(scenario, config, progress, report))
+        report.error = ""
+    except EmuError as error:
+        report.error = str(error)
+        raise
+    finally:
+        report.write(out)
+    return report
 
 
 async def run(scenario: Scenario, config: LabConfig, progress: Progress, report: Report) -> None:

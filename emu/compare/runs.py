@@ -11,7 +11,6 @@ time" (2013).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import random
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dpu.errors import EmuError
-from emu.report.document import REPORT, SCHEMA, Report
+from emu.report.document import REPORT, SCHEMA
 from emu.scenario import Scenario
 
 Document = dict[str, Any]
@@ -66,20 +65,12 @@ def run_pairs(
 def run_once(side: Side, out: Path, **config: Any) -> Document:
     """One run of a side in a lab of its own; ``config``: fields of :class:`emu.lab.LabConfig`."""
     from emu.progress import Silent
-    from emu.run import run
+    from emu.run import run_to_report
 
-    scenario = side.scenario
-    report = Report(scenario.name, scenario.to_json(), error="the run has not come to its end")
-    try:
-        with environment(side.environment):
-            asyncio.run(run(scenario, scenario.lab_config(out=out / "lab", **config), Silent(), report))
-        report.error = ""
-    except EmuError as error:
-        report.error = str(error)
-        raise
-    finally:
-        report.write(out)
-    return report.to_json()
+    with environment(side.environment):
+        return run_to_report(
+            side.scenario, side.scenario.lab_config(out=out / "lab", **config), Silent(), out
+        ).to_json()
 
 
 @contextmanager
