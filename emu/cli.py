@@ -534,7 +534,7 @@ def _top(arguments: argparse.Namespace) -> int:
     from emu.up import status_of
 
     book = control.find(arguments.lab)
-    name = next(name for name, one in control.labs().items() if one.file == book.file)
+    name = control.name_of(book)
     lab = status_of({name: book})[name]
     if lab["state"] != "up":
         raise EmuError(f"lab {name} is {lab['state']}", "`emu status` says when it is up")
@@ -569,11 +569,10 @@ def _down(arguments: argparse.Namespace) -> int:
     known = control.labs()
     if arguments.all:
         names = list(known)
-    elif arguments.lab is not None and arguments.lab in known:
+    elif arguments.lab in known:  # one whose supervisor has died too
         names = [arguments.lab]
     else:
-        book = control.find(arguments.lab)
-        names = [name for name, one in known.items() if one.file == book.file]
+        names = [control.name_of(control.find(arguments.lab))]
     progress = make()
     try:
         for name in names:

@@ -82,6 +82,11 @@ def find(name: str | None, vm: str | None = None) -> Book:
     return known[name]
 
 
+def name_of(book: Book) -> str:
+    """The name of a lab that :func:`find` has found."""
+    return next(name for name, one in labs().items() if one.file == book.file)
+
+
 def no_such_lab(name: str, up: Iterable[str]) -> UsageError:
     """The error of a name that no lab has; ``up``: the names that labs have."""
     names = ", ".join(up)
