@@ -5,7 +5,7 @@ FIRST_IFINDEX + n and a MAC made of n, in whatever namespace it is. A switch's r
 are made once. A host can also be used by ordinary programs: it has one address per plane, and routes that wrap what
 goes to another host's address and unwrap what comes.
 
-Use: ``wiring = Wiring(fabric)``; ``wiring.nodes["h0"]``; ``wiring.close()``.
+Use: ``wiring = Wiring(Plan(fabric))``; ``wiring.nodes["h0"]``; ``wiring.close()``.
 Limits: MTU 9000. Setting a port down in its own namespace takes its routes away for good; ``set_carrier`` does not.
 Errors: NetError, RequestError; nothing is left then.
 Source: net.srv6; the kernel's ways with static routes were measured on 6.18.

@@ -37,7 +37,7 @@ Case = Callable[[int, Variant], Outcome]
 
 
 class Row(NamedTuple):
-    """A case: where it is in the paper, what that says, our rule, and about how long a run takes here."""
+    """A case: where it is in the paper, what that says, our rule; whether a run is quick."""
 
     title: str
     source: str

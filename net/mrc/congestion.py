@@ -10,13 +10,14 @@ each acknowledged packet and at whether that packet was marked:
     mark, delay below               nothing: the path will be skipped, that is enough
 
 A trim or an inferred loss takes its packet's size off; once per period, if little got through, the window becomes
-what did get through (quick adapt), and as many bytes of marks as are in flight are then ignored.
+what did get through (quick adapt), and of what is then in flight, marks are ignored, and trims and losses, too.
 
 Use: ``window = Nscc(NsccSettings(base_rtt_ns=20_000, line_rate_bps=2 * 10**11))``; ``window.bytes``;
 ``window.on_ack(...)``, ``window.on_trim(...)``, ``window.on_loss(...)``.
 Time: nanoseconds, passed in. Limits: one controller per queue pair, where the specification lets several share one.
-Source: UET 1.0 section 3.6.13 and Table 3-82, which MRC takes over, through their readers. The weight of the average
-delay is ours.
+Source: UET 1.0 section 3.6.13 and Table 3-82, which MRC takes over, through their readers. Ours: that trims and
+losses are ignored as marks are after a quick adapt (the readers speak of marks only), the weight of the average
+delay, what counts as a delay near zero, and the least that the largest window is.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Nscc(Window):
         return due
 
     def on_trim(self, now_ns: int, size_bytes: int, inflight_bytes: int) -> None:
-        """See Window."""
+        """See Window. After a quick adapt it ignores what marks are ignored for: our choice, not a reader's rule."""
         self._fast_bytes = 0
         if self._ignore_bytes > 0:
             self._ignore_bytes -= size_bytes

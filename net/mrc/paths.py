@@ -10,7 +10,8 @@ Use: ``paths = EvProfile(evs, plane_of, PathSettings(), rng)``; ``ev = paths.nex
 ``paths.suspect(ev, now_ns)``; ``paths.probes_due(now_ns)``; ``paths.probed(ev)``; ``paths.close({1}, now_ns)``.
 Time: nanoseconds, passed in.
 Source: arXiv 2605.04333 sections 2.1, 2.4, 4 and 5.2.5 (marked, a flow moves to an inactive EV); OCP-MRC-1.0 sections
-9.1-9.4 and 11.2.2 through its readers. Probe intervals and counts, and when a skip calls for a backup, are ours.
+9.1-9.4 and 11.2.2 through its readers. Probe intervals and counts, how many EVs are backups where nothing is said,
+and when a skip calls for a backup, are ours.
 """
 
 from __future__ import annotations

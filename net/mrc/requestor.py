@@ -27,8 +27,8 @@ Numbers inside are counts from 0; they become 24-bit PSNs at the edge.
 How much is in flight is net.mrc.congestion's to say. A request completes when everything up to its last packet is
 acknowledged, by a SACK or by a transport acknowledgement: the responder here sends neither before the payload is in
 place.
-Source: OCP-MRC-1.0 sections 6.2, 7.4, 7.5 and 9 through its readers; the same-EV rule, the probe, and the check of
-NACKs are ours.
+Source: OCP-MRC-1.0 sections 6.2, 7.4, 7.5 and 9 through its readers. Ours: the same-EV rule, when probes go out, that
+a timeout with no later arrival suspects nothing, that other NACKs wait, and the check of NACKs.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ function and one row in SPRAYS.
 
 Use: ``pairs = permutation(fabric.hosts, rng)``; ``engines = blast(network, pairs, spray="round robin", load=0.9,
 packets=100)``; ``network.run()``; ``engines[dst].received``.
-Source: arXiv 2605.04333 sections 2.4 and 5 (patterns); facts of issue 5 section 4 (queues and spray only).
+Source: arXiv 2605.04333 sections 2.4 and 5 (patterns).
 """
 
 from __future__ import annotations

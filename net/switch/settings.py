@@ -1,8 +1,8 @@
 """What the ports of a live fabric are set to: thresholds, code points, and each port's share of them.
 
-Use: ``FabricSettings(ecn_bytes=50_000).queue(fabric, port)`` is the QueueConfig of one port.
+Use: ``FabricSettings(ecn_bytes=50_000).queue(link, port)`` is the QueueConfig of one port.
 Limits: a live fabric runs in namespaces of one machine; 50 to 200 Mb/s per port is what its clock can keep.
-Errors: NetError, SimError.
+Errors: RequestError, SimError.
 Source: as net.switch.model; code points as net.mrc.frame.
 """
 

@@ -1,7 +1,7 @@
 """MRC endpoints on a simulated fabric: data intact, and at what rate, under faults.
 
 Two planes of 2 T0 and 2 T1, four hosts, 10 Gb/s; transfers are a few MiB in packets of 4 KiB, so that a run is short.
-The paper's experiments go by the numbers of the facts (C12, C22); here they are small.
+The paper's experiments go by their numbers in net.experiments.cases (C12, C22); here they are small.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def test_carriers_by_hand() -> None:
 
 
 def test_a_carrier_walks_its_path() -> None:
-    """One switch at a time, as the facts measured it in the kernel: DA ends as block:host::."""
+    """One switch at a time, as it was measured in the kernel: DA ends as block:host::."""
     hops = walk(SMALL, 0, 1, SMALL.carrier(Path(0, 3, 1, 1)))
     assert [(hop.node.name, str(hop.address), hop.port) for hop in hops] == [
         ("h0", "fc00:0:4800:8801:4801:c801::", 1),
