@@ -42,7 +42,7 @@ from net.probe import missing
 from net.srv6 import Plan
 from net.switch.live import Callback, Flow, LivePorts
 from net.switch.model import Cause
-from net.switch.ports import PROBABILITIES, Fault, PortRecord
+from net.switch.ports import PROBABILITIES, Fault, PortRecord, check_share
 from net.switch.settings import FabricSettings
 from net.switch.software import SoftPort, SoftPorts
 from net.tap import HostTap
@@ -172,12 +172,14 @@ class Fabric:
         down: nothing passes; a host sees its carrier go. The others: shares of packets, 0 to 1. None: as it is.
         """
         shares = {"loss": loss, "corrupt": corrupt, "duplicate": duplicate, "reorder": reorder}
+        wanted = {name: share for name, share in shares.items() if share is not None}
+        for name, share in wanted.items():
+            check_share(name, share)  # all of them before one is set
         found = self.link(link)
         for port in self._ports(link, by):
             record = self._record(port)
-            for name, share in shares.items():
-                if share is not None:
-                    record.share(name, share)
+            for name, share in wanted.items():
+                record.share(name, share)
             if down is not None:
                 record.down = int(down)
         if down is not None and by is None and found.lower.node.tier is Tier.HOST:

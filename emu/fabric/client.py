@@ -282,6 +282,8 @@ def parse_change(words: Sequence[str]) -> tuple[str | None, Document]:
             raise UsageError(f"{word}: {error}", f"take some of: {', '.join(known)}") from error
     if not wanted:
         raise UsageError("no fault is named", f"take some of: {', '.join(known)}")
+    if "blackhole" in wanted and (len(wanted) > 1 or by is not None):
+        raise UsageError("blackhole and forward are for a whole switch, the others for links", "give them alone")
     return by, wanted
 
 

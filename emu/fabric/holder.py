@@ -107,14 +107,15 @@ class Holder:
         return {"flows": rows}
 
     def fault(self, request: Answer) -> Answer:
-        """{"target": link or switch, "by": node or null, "set": {down, blackhole, rate_bps, loss, ...}}."""
+        """{"target": link, "by": node or null, "set": {down, rate_bps, loss, ...}}, or a switch and {blackhole}."""
         target, by, wanted = request["target"], request.get("by"), dict(request["set"])
         if "blackhole" in wanted:
-            self.fabric.blackhole(target, bool(wanted.pop("blackhole")))
-        if "rate_bps" in wanted:
-            self.fabric.set_rate(target, wanted.pop("rate_bps"), by)
-        if wanted:
-            self.fabric.fault(target, by=by, **wanted)
+            self.fabric.blackhole(target, wanted["blackhole"])
+            return {}
+        rate_bps = wanted.pop("rate_bps", None)
+        self.fabric.fault(target, by=by, **wanted)  # first: refused, it has changed nothing
+        if rate_bps is not None:
+            self.fabric.set_rate(target, rate_bps, by)
         return {}
 
     def heal(self, request: Answer) -> Answer:

@@ -128,6 +128,13 @@ def test_mistakes_are_told(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
         assert fix in error["fix"]
 
 
+def test_what_is_refused_has_changed_nothing(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [end["state"] | {"rate": end["rate_bps"]} for end in ends(emu(capsys, "show")).values()]
+    for words in (["rate=10M", "loss=2"], ["down", "loss=0.5", "corrupt=2"], ["rate=10M", "down", "by=h9"]):
+        assert not emu(capsys, "fault", UPLINK, *words)["ok"]
+        assert [end["state"] | {"rate": end["rate_bps"]} for end in ends(emu(capsys, "show")).values()] == before
+
+
 def test_a_program_that_is_not_installed_is_named_with_its_package(up: Any) -> None:
     command = [sys.executable, "-m", "emu.cli", "fabric", "exec", "--name", NAME, "h0", "--"]
     for program, package in (("ping", "iputils-ping"), ("no-such-program", "no-such-program")):

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from dpu.errors import EmuError
+from dpu.errors import EmuError, UsageError
 from emu.cli import main
 from emu.fabric import picture
 from emu.fabric.client import parse_change, table
@@ -112,6 +112,12 @@ def test_words_that_are_no_fault(words: list[str]) -> None:
     with pytest.raises(EmuError) as caught:
         parse_change(words)
     assert "loss=SHARE" in caught.value.hint
+
+
+@pytest.mark.parametrize("words", [["blackhole", "loss=1"], ["forward", "rate=1M"], ["blackhole", "by=p0-t0-0"]])
+def test_a_switch_and_a_link_have_faults_of_their_own(words: list[str]) -> None:
+    with pytest.raises(UsageError, match="for a whole switch"):
+        parse_change(words)
 
 
 CAUSES = ("data", "priority", "ecn", "trim", "down", "loss", "limit", "priority limit", "trim limit")
