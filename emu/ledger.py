@@ -92,7 +92,7 @@ class Ledger:
                 continue
             self.path(link)
             return
-        raise UsageError(f"another {kind} {name} starts at this moment", "give this one another --name")
+        raise UsageError(f'another {kind} "{name}" starts at this moment', "give this one another --name")
 
     def release(self, name: str, kind: str) -> None:
         """``name`` is free again before the lab ends; nobody finds what had it."""
@@ -176,7 +176,7 @@ def find_not_living(name: str, root: Path | None = None, kind: str = "lab") -> B
     holder = find(name, root, kind)
     if holder is not None and holder.living:
         fix = f"{_DOWN[kind].format(name)}, or give this one another --name"
-        raise UsageError(f"a {kind} {name} is up already", fix)
+        raise UsageError(f'{kind} "{name}" is up already', fix)
     return holder
 
 

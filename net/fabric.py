@@ -46,7 +46,7 @@ from net.switch.ports import PROBABILITIES, Fault, PortRecord, check_share
 from net.switch.settings import FabricSettings
 from net.switch.software import SoftPort, SoftPorts
 from net.tap import HostTap
-from net.topology import Link, Node, Port, Tier, Topology
+from net.topology import Link, Port, Tier, Topology
 from net.wire_tap import LinkSocket, Tap
 from net.wiring import Wiring
 
@@ -353,7 +353,7 @@ class Fabric:
         found = next((one for one in self.topology.nodes() if one.name == node), None)
         if found is None:
             raise RequestError(f"there is no node {node}", "see `emu fabric show`")
-        return self.wiring.node_ports(Node(*found))
+        return self.wiring.node_ports(found)
 
 
 def _ends(link: Link) -> tuple[str, str]:

@@ -284,7 +284,7 @@ class Plan:
         """The plan for a reader: sizes, uSIDs, and for the first and last host a carrier per plane."""
         fabric, plan = self.fabric, self.to_dict()
         lines = [
-            f"{fabric.planes} planes x ({fabric.t0_per_plane} T0 + {fabric.t1_per_plane} T1), {fabric.hosts} hosts",
+            fabric.size,
             f"uSIDs in {self.block}: role 2 bits (T0 1, T1 2, host 3), plane {_PLANE_BITS}, number {_NUMBER_BITS}",
         ]
         lines += [f"{row['name']:12} {row['usid']}  {row['prefix']}" for row in plan["switch"]]

@@ -127,6 +127,12 @@ class Topology:
         """Links of all planes, host links included."""
         return self.planes * (self.hosts + self.t0_per_plane * self.t1_per_plane)
 
+    @property
+    def size(self) -> str:
+        """For a reader: ``2 planes x (2 T0 + 2 T1), 4 hosts``."""
+        planes, hosts = f"plane{'s' * (self.planes != 1)}", f"host{'s' * (self.hosts != 1)}"
+        return f"{self.planes} {planes} x ({self.t0_per_plane} T0 + {self.t1_per_plane} T1), {self.hosts} {hosts}"
+
     def nodes(self) -> Iterator[Node]:
         """Hosts, then plane by plane T0 and T1."""
         yield from (Node(Tier.HOST, 0, index) for index in range(self.hosts))

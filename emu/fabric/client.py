@@ -29,8 +29,10 @@ from emu.fabric.holder import address, failure
 from emu.fabric.spec import FabricSpec, parse_rate
 from emu.process import Identity
 from emu.progress import output
+from emu.units import plural
 from net.errors import NetError
 from net.namespaces import enter
+from net.topology import Topology
 
 _SPEC_KEYS = (
     "planes",
@@ -130,9 +132,8 @@ def _up(arguments: argparse.Namespace) -> Shown:
         fix = f"the fabric is up; its plan is in {answer['plan']}"
         _write(arguments.plan, Path(answer["plan"]).read_text(), fix)
     text = (
-        f'fabric "{arguments.name}" is up: {topology.planes} planes x ({topology.t0_per_plane} T0 + '
-        f"{topology.t1_per_plane} T1), {topology.hosts} hosts, {topology.link_count} links, engine {spec.engine}; "
-        f"process {answer['pid']}\nplan: {answer['plan']}"
+        f'fabric "{arguments.name}" is up: {topology.size}, {plural(topology.link_count, "link")}, '
+        f"engine {spec.engine}; process {answer['pid']}\nplan: {answer['plan']}"
     )
     return answer, text
 
@@ -215,11 +216,7 @@ def table(document: Document) -> Table:
 
 
 def _title(document: Document) -> str:
-    topology = document["topology"]
-    return (
-        f"{document['name']}: {topology['planes']} planes x ({topology['t0_per_plane']} T0 + "
-        f"{topology['t1_per_plane']} T1), engine {document['engine']}"
-    )
+    return f"{document['name']}: {Topology(**document['topology']).size}, engine {document['engine']}"
 
 
 def _flows(arguments: argparse.Namespace) -> Shown:

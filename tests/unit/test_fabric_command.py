@@ -141,6 +141,7 @@ def test_an_idle_fabric_shows_every_link() -> None:
     ]
     topology = {"planes": 1, "t0_per_plane": 1, "t1_per_plane": 1, "hosts_per_t0": 1}
     shown = table({"name": "x", "engine": "kernel", "topology": topology, "links": links})
+    assert shown.title == "x: 1 plane x (1 T0 + 1 T1), 1 host, engine kernel"
     assert list(zip(*(column.cells for column in shown.columns[:2]))) == [
         ("h0", "p0-t0-0"),
         ("p0-t0-0", "h0"),

@@ -173,7 +173,7 @@ def test_a_name_has_one_living_lab_and_a_dead_one_makes_room(root: Path) -> None
     first = Ledger.create("x", root)
     first.claim("my")
     assert (book := find("my", root)) is not None and (book.file, book.living) == (first.book, True)
-    with pytest.raises(UsageError, match="a lab my is up already"):
+    with pytest.raises(UsageError, match='lab "my" is up already'):
         Ledger.create("y", root).claim("my")
     owner, dead_book, _, stray = start_owner(root)
     (root / "dead.up").symlink_to(dead_book.stem)

@@ -105,7 +105,7 @@ def test_up_returns_when_all_is_there(emu: Emu, lab: Any) -> None:
         for pid in (lab["vms"]["web"]["pid"], lab["dpus"]["card"]["pid"])
     ]
     assert parents == [lab["pid"]] * 2
-    assert b"a lab my is up already" in emu("up", str(emu.base / "up.toml"), "--name", "my", code=2).stderr
+    assert b'lab "my" is up already' in emu("up", str(emu.base / "up.toml"), "--name", "my", code=2).stderr
 
 
 def test_exec_is_the_program(emu: Emu, lab: Any) -> None:
