@@ -208,9 +208,8 @@ class Endpoint:
         elif datagram.trimmed:
             self.counters["trimmed control"] += 1  # and not answered, as UET 1.0.3 has it
         elif bth.opcode == Opcode.PROBE:
-            yield from self.peers[datagram.peer].on_data(
-                now_ns
-            )  # first: a way back that is dead would lose the answer
+            # First what finds ways back: by one that is dead the answer would be lost.
+            yield from self.peers[datagram.peer].on_data(now_ns)
             yield pair.responder.on_probe(datagram)
         elif bth.opcode == Opcode.SACK:
             seth, state = headers
@@ -229,8 +228,10 @@ class Endpoint:
 
     def _receive_endpoint(self, now_ns: int, datagram: Datagram) -> Iterator[Datagram]:
         peer, opcode = self.peers.get(datagram.peer), datagram.message.bth.opcode
-        if peer is None or datagram.trimmed:
+        if peer is None:
             self.counters["unknown peer"] += 1
+        elif datagram.trimmed:
+            self.counters["trimmed control"] += 1
         elif opcode == Opcode.ENDPOINT_REQUEST:
             closed = peer.closed
             yield peer.on_request(datagram)

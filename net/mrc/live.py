@@ -189,10 +189,8 @@ class LiveEndpoint:
         for _ in range(_BATCH):
             try:
                 data = made.recv(_FRAME_BYTES_MAX, socket.MSG_DONTWAIT)
-            except (BlockingIOError, InterruptedError):
-                return
             except OSError:
-                return  # the port went down; its flags will tell
+                return  # nothing more is there; or the port went down, which its flags will tell
             if data[12:14] != _IPV6:
                 continue
             try:

@@ -144,6 +144,14 @@ class _Sent:
     doubted: bool = False
 
 
+class _Probe(NamedTuple):
+    """A probe that is not answered. ``order`` as in _Sent; ``of_suspect``: it asks whether its EV is well again."""
+
+    ev: int
+    order: int
+    of_suspect: bool
+
+
 class Requestor:
     """``counters`` by name; ``finished`` collects (request id, status), taken by the endpoint."""
 
@@ -175,12 +183,10 @@ class Requestor:
         self._newest_rcvd: int | None = None
         self._acked_order: dict[int, int] = {}  # by EV: the latest transmission known to have arrived
         self._news_ns = 0
-        self._arrived_order = 0  # the latest transmission, by whatever path, known to have arrived
         self._asked_ns: int | None = None
         self._asking: int | None = None  # a packet in flight that asked for a SACK because the window was full
-        self._probes: dict[int, int] = {}  # probe id -> EV, of probes of suspected EVs
+        self._probes: dict[int, _Probe] = {}  # by probe id
         self._probe_id = 0
-        self._probe_orders: dict[int, tuple[int, int]] = {}  # probe id -> EV and order
         self._doubted: set[int] = set()  # EVs of gaps, to be probed
 
     # Posting.
@@ -210,7 +216,8 @@ class Requestor:
         if self.error is None:
             yield from self._expire(now_ns)
         if self.error is None:
-            yield from self._probe_suspects(now_ns)
+            for ev in self.paths.probes_due(now_ns):
+                yield self._probe(now_ns, ev, of_suspect=True)
             for ev in sorted(self._doubted):
                 self.counters["gap probes"] += 1
                 yield self._probe(now_ns, ev)
@@ -368,7 +375,7 @@ class Requestor:
                 self.fail(Status.RETRY_EXCEEDED)
                 return
             self.counters["timeouts"] += 1
-            if not sent.blameless and self._arrived_order > sent.order:
+            if not sent.blameless and max(self._acked_order.values(), default=0) > sent.order:
                 self.paths.suspect(sent.ev, now_ns)
             self.window.on_loss(now_ns, sent.size_bytes, self.inflight_bytes)
             self._lose(timer[2], sent)
@@ -386,20 +393,12 @@ class Requestor:
             self.counters["sack probes"] += 1
             yield self._probe(now_ns, ev)
 
-    def _probe_suspects(self, now_ns: int) -> Iterator[Datagram]:
-        for ev in self.paths.probes_due(now_ns):
-            probe = self._probe(now_ns, ev)
-            self._probes[self._probe_id] = ev
-            while len(self._probes) > PROBES_MAX:
-                del self._probes[next(iter(self._probes))]
-            yield probe
-
-    def _probe(self, now_ns: int, ev: int) -> Datagram:
+    def _probe(self, now_ns: int, ev: int, *, of_suspect: bool = False) -> Datagram:
         self._probe_id = self._probe_id + 1 & 0xFFFF
         self._order += 1
-        self._probe_orders[self._probe_id] = (ev, self._order)
-        if len(self._probe_orders) > PROBES_MAX:
-            del self._probe_orders[next(iter(self._probe_orders))]
+        self._probes[self._probe_id] = _Probe(ev, self._order, of_suspect)
+        if len(self._probes) > PROBES_MAX:
+            del self._probes[next(iter(self._probes))]
         identity = self.identity
         peth = Peth(
             probe_id=self._probe_id,
@@ -426,6 +425,8 @@ class Requestor:
                 self._acknowledge(base + bit)
         if not seth.pr:
             self._acknowledge(cumulative - 1 + seth.ack_psn_offset)
+        if seth.pr:
+            self._on_probe_answer(seth)
         self._on_mark(now_ns, seth)
         newly = before - self.inflight_bytes
         rtt_ns = (now_ns // TIMESTAMP_NS - state.tx_timestamp & 0xFFFF) * TIMESTAMP_NS
@@ -464,15 +465,16 @@ class Requestor:
 
     def _note_arrival(self, ev: int, order: int) -> None:
         self._acked_order[ev] = max(order, self._acked_order.get(ev, 0))
-        self._arrived_order = max(order, self._arrived_order)
+
+    def _on_probe_answer(self, seth: Seth) -> None:
+        probe = self._probes.pop(seth.probe_id, None)
+        if probe is None:
+            return
+        self._note_arrival(probe.ev, probe.order)
+        if probe.of_suspect:
+            self.paths.probed(probe.ev, marked=seth.m == EcnMark.SKIP_ONCE)
 
     def _on_mark(self, now_ns: int, seth: Seth) -> None:
-        if seth.pr:
-            way, order = self._probe_orders.pop(seth.probe_id, (0, 0))
-            self._note_arrival(way, order)
-            ev = self._probes.pop(seth.probe_id, None)
-            if ev is not None:
-                self.paths.probed(ev, marked=seth.m == EcnMark.SKIP_ONCE)
         if seth.m == EcnMark.SKIP_ONCE:
             self.counters["marks"] += 1
             self.paths.skip(seth.entropy)

@@ -89,7 +89,6 @@ class Responder:
         self._rcvd_bytes = 0
         self._unreported_packets = 0
         self._unreported_bytes = 0
-        self._sacks = 0
         self._open_ask: int | None = None  # asked for a SACK while something before it was missing
 
     def _number(self, psn: int) -> int:
@@ -182,10 +181,9 @@ class Responder:
     def _sack(self, datagram: Datagram, trigger: int | None) -> Datagram:
         """trigger: number of the packet it is about; None for a probe."""
         self._unreported_packets = self._unreported_bytes = 0
-        self._sacks += 1
         self.counters["sacks"] += 1
         base = self._expected
-        if trigger is not None and trigger >= base + SACK_BITS and self._sacks % 2:
+        if trigger is not None and trigger >= base + SACK_BITS and self.counters["sacks"] % 2:
             base = trigger - SACK_BEFORE_TRIGGER
         bitmap = sum(1 << bit for bit in range(SACK_BITS) if base + bit in self._beyond) if self._beyond else 0
         probe = datagram.message.get(Peth)

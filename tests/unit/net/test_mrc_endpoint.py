@@ -700,9 +700,16 @@ def test_what_belongs_to_nobody_is_counted() -> None:
     nowhere = good._replace(message=good.message._replace(bth=good.message.bth._replace(dqp=9)))
     lost = Datagram(A, 0, message(Bth(Opcode.ENDPOINT_RESPONSE, dqp=QPNS[B]), Eeth()))
     cut = Datagram(A, 0, message(Bth(Opcode.PROBE, dqp=QPNS[B]), Peth()), trimmed=True)
-    for datagram in (stranger, nowhere, lost, cut):
+    request = Datagram(A, 0, message(Bth(Opcode.ENDPOINT_REQUEST, dqp=2), Erth(port_status_mask=1)), trimmed=True)
+    unknown = request._replace(peer=1, trimmed=False)
+    for datagram in (stranger, nowhere, lost, cut, request, unknown):
         assert answer(channel, datagram) == []
-    assert channel.endpoints[B].counters == {"unknown queue pair": 2, "not handled": 1, "trimmed control": 1}
+    assert channel.endpoints[B].counters == {
+        "unknown queue pair": 2,
+        "not handled": 1,
+        "trimmed control": 2,
+        "unknown peer": 1,
+    }
     assert channel.inside(B) == bytes(4096)
 
 
