@@ -16,7 +16,7 @@ from net.mrc.datagram import Datagram
 from net.mrc.frame import message
 from net.mrc.requestor import OVERHEAD_BYTES_MAX, Requestor, Status
 from net.mrc.responder import Responder
-from net.mrc.wire import Aeth, Bth, CcState, Neth, Opcode, Seth
+from net.mrc.wire import Aeth, Bth, CcState, NackReason, Neth, Opcode, Seth
 
 SYNDROME_ACK = 0x1F
 SYNDROME_SEQUENCE_ERROR = 0x60
@@ -141,12 +141,12 @@ class RcResponder(Responder):
             if not self._complained:
                 self._complained = True
                 yield self._answer(datagram, self._expected, SYNDROME_SEQUENCE_ERROR)
-        elif self._judge(datagram, number) is not None:
+        elif isinstance(target := self._judge(datagram, number), NackReason):
             yield self._answer(datagram, number, SYNDROME_ACCESS_ERROR)
         else:
             self._complained = False
             messages = self._messages
-            self._place(datagram, number)
+            self._place(datagram, number, target)
             self._unacknowledged += 1
             if bth.a or messages != self._messages or self._unacknowledged >= self.settings.sack_packets:
                 self._unacknowledged = 0

@@ -107,30 +107,32 @@ class Responder:
                 yield self._acknowledge(datagram)
             yield self._sack(datagram, number)
             return
-        reason = self._judge(datagram, number)
-        if reason is not None:
-            self.counters[reason.name] += 1
-            yield self._nack(datagram, reason)
+        target = self._judge(datagram, number)
+        if isinstance(target, NackReason):
+            self.counters[target.name] += 1
+            yield self._nack(datagram, target)
             if datagram.trimmed and bth.a:
                 yield self._sack(datagram, self._expected - 1)
             return
         messages = self._messages
-        self._place(datagram, number)
+        self._place(datagram, number, target)
         if self._is_due(datagram, number):
             yield self._sack(datagram, number)
         if self._messages != messages:
             yield self._acknowledge(datagram)
 
-    def _judge(self, datagram: Datagram, number: int) -> NackReason | None:
+    def _judge(self, datagram: Datagram, number: int) -> NackReason | memoryview:
+        """Why a packet is refused, or where its payload goes."""
         if datagram.trimmed:
             return NackReason.TRIMMED_LASTHOP if datagram.last_hop else NackReason.TRIMMED
         if number >= self._expected + self.settings.mpr:
             return NackReason.PSN_OOR_WINDOW
-        if self._target(datagram) is None:
+        target = self._target(datagram)
+        if target is None:
             return NackReason.UNEXP_EVENT
         if datagram.message.get(Immdt) is not None and len(self._immediates) >= self.settings.wimm_max:
             return NackReason.UNEXP_EVENT
-        return None
+        return target
 
     def _target(self, datagram: Datagram) -> memoryview | None:
         reth = datagram.message.need(Reth)
@@ -139,9 +141,7 @@ class Responder:
             return None
         return region.window(reth.va, len(datagram.message.payload))
 
-    def _place(self, datagram: Datagram, number: int) -> None:
-        target = self._target(datagram)
-        assert target is not None
+    def _place(self, datagram: Datagram, number: int, target: memoryview) -> None:
         target[:] = datagram.message.payload
         immediate = datagram.message.get(Immdt)
         if immediate is not None:
