@@ -45,7 +45,6 @@ class PortRecord(ctypes.LittleEndianStructure):
     """One port. Probabilities are bounds for a random 32-bit number; masks have a bit per code point."""
 
     _fields_ = [
-        ("managed", ctypes.c_uint64),
         ("node", ctypes.c_uint64),
         ("byte_time", ctypes.c_uint64),
         ("ecn_ns", ctypes.c_uint64),
@@ -72,16 +71,18 @@ class PortRecord(ctypes.LittleEndianStructure):
         self, config: QueueConfig, *, priority: Iterable[int] = (), trimmable: Iterable[int] = (), trim_dscp: int = 0
     ) -> None:
         """Sets the queue; counters, faults and what stands in it stay. Code points as DSCPs."""
+        self._set_queue(config)
+        self.priority_mask, self.trimmable_mask = (
+            sum(1 << dscp for dscp in set(some)) for some in (priority, trimmable)
+        )
+        self.trim_dscp = trim_dscp
+
+    def _set_queue(self, config: QueueConfig) -> None:
         self.byte_time = (BITS * NS_PER_S << RATE_SHIFT) // config.rate_bps
         for name in ("ecn", "trim", "limit", "priority_limit"):
             value = getattr(config, f"{name}_bytes")
             setattr(self, f"{name}_ns", NEVER if value is None else min(NEVER, self.time_ns(value)))
         self.trim_size = config.trim_size_bytes
-        self.priority_mask, self.trimmable_mask = (
-            sum(1 << dscp for dscp in set(some)) for some in (priority, trimmable)
-        )
-        self.trim_dscp = trim_dscp
-        self.managed = 1
 
     def time_ns(self, size_bytes: int) -> int:
         """How long so many bytes take."""
@@ -90,9 +91,7 @@ class PortRecord(ctypes.LittleEndianStructure):
     def change_rate(self, now_ns: int, config: QueueConfig) -> None:
         """Another line rate; what stands in the queue stays, in bytes."""
         old = self.byte_time
-        masks = self.priority_mask, self.trimmable_mask
-        self.configure(config, trim_dscp=self.trim_dscp)
-        self.priority_mask, self.trimmable_mask = masks
+        self._set_queue(config)
         for name in ("finish_ns", "priority_finish_ns"):
             waiting = max(0, getattr(self, name) - now_ns)
             setattr(self, name, now_ns + waiting * self.byte_time // max(1, old))

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from ipaddress import IPv6Address
 
 from scapy.layers.inet6 import IPv6
@@ -172,7 +171,7 @@ class SoftPorts:
         """Another rate, with its thresholds in bytes; what waits stays."""
         soft = self._ports[port]
         soft.queue.change_rate(time.monotonic_ns() * _PS_PER_NS, config.rate_bps)
-        soft.config = replace(soft.config, rate_bps=config.rate_bps)
+        soft.config = config
 
     def lift(self, port: Port, match: Match, callback: Callback) -> None:
         """As LivePorts.lift."""
