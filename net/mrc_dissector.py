@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from net.mrc import wire
+from net.mrc.frame import ICRC_BYTES
 
-_ICRC_BYTES = 4
 _ENUMS: dict[tuple[str, str], Any] = {
     ("bth", "opcode"): wire.Opcode,
     ("seth", "m"): wire.EcnMark,
@@ -78,7 +78,7 @@ def lua(port: int = wire.UDP_PORT) -> str:
         "-- MRC dissector, made by `emu fabric dissector` from the tables of net.mrc.wire.",
         "-- Reconstructed from public readers of OCP-MRC-1.0; fields with one witness say so. Not called compliant.",
         'local mrc = Proto("mrc", "Multipath Reliable Connection (reconstructed)")',
-        f"local PORT, ICRC = {port}, {_ICRC_BYTES}",
+        f"local PORT, ICRC = {port}, {ICRC_BYTES}",
         "local headers = {}",
         "local all = {}",
         "local function add(header, proto, bit, bits, signed)",
@@ -96,10 +96,9 @@ def lua(port: int = wire.UDP_PORT) -> str:
         )
         bit = 0
         for spec in wire.fields(kind):
-            lines.append(
-                f"add({_quoted(name)}, {_field(name, spec)}, {bit}, {spec.bits.size}, {_bool(spec.bits.signed)})"
-            )
-            bit += spec.bits.size
+            bits, signed = spec.bits.size, str(spec.bits.signed).lower()
+            lines.append(f"add({_quoted(name)}, {_field(name, spec)}, {bit}, {bits}, {signed})")
+            bit += bits
     lines += ["mrc.fields = all", "local stacks = {"]
     for opcode, kinds in wire.STACKS.items():
         names = ", ".join(_quoted(kind.__name__.lower()) for kind in kinds)
@@ -119,10 +118,6 @@ def _field(header: str, spec: wire.FieldSpec) -> str:
     text = f"[one witness: {spec.bits.witness}]" if spec.bits.witness else ""
     name = f"{_quoted(f'mrc.{header}.{spec.name}')}, {_quoted(spec.name)}"
     return f"ProtoField.{kind}({name}, {base}, {values}, nil, {_quoted(text)})"
-
-
-def _bool(value: bool) -> str:
-    return "true" if value else "false"
 
 
 def _quoted(text: str) -> str:

@@ -18,6 +18,7 @@ import struct
 from ipaddress import IPv6Network
 
 from net.errors import NetError
+from net.mrc.frame import IPV6_BYTES
 from net.seg6 import encap, end_dt6
 from net.switch.settings import MTU_BYTES
 from net.topology import Node, Port, Tier
@@ -26,7 +27,6 @@ from net.wiring import NEIGHBOUR, Wiring
 NAME = "vm"
 _TUNSETIFF, _TAP, _NO_PI = 0x400454CA, 0x0002, 0x1000
 _MAIN_TABLE = 254
-_OUTER_BYTES = 40
 
 
 class HostTap:
@@ -53,7 +53,7 @@ class HostTap:
                 os.close(self.fd)
                 raise NetError(f"{node.name} has a machine already", "one per host") from error
         netlink = namespace.netlink
-        netlink.set_up(index, mtu=MTU_BYTES - _OUTER_BYTES, mac=bytes.fromhex(self.gateway_mac.replace(":", "")))
+        netlink.set_up(index, mtu=MTU_BYTES - IPV6_BYTES, mac=bytes.fromhex(self.gateway_mac.replace(":", "")))
         netlink.address(index, NEIGHBOUR)
         netlink.neighbour(index, self.address, bytes.fromhex(self.mac.replace(":", "")))
         netlink.route(IPv6Network(self.address), index)
@@ -73,7 +73,7 @@ class HostTap:
         """What makes the machine's side work, as a shell has it."""
         return [
             f"echo 0 > /proc/sys/net/ipv6/conf/{interface}/accept_dad",
-            f"ip link set {interface} mtu {MTU_BYTES - _OUTER_BYTES} up",
+            f"ip link set {interface} mtu {MTU_BYTES - IPV6_BYTES} up",
             f"ip -6 address add {self.address}/128 dev {interface}",
             f"ip -6 route add default via {NEIGHBOUR} dev {interface}",
         ]

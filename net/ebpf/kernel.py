@@ -68,9 +68,6 @@ class Records(Generic[R]):
         record: R = self._records[index]
         return record
 
-    def __len__(self) -> int:
-        return len(self._records)
-
     def close(self) -> None:
         if self.fd >= 0:
             del self._records

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from net.ebpf.program import PSEUDO_MAP_FD, Helper, Program, SkBuff
+from net.mrc.frame import ETHERNET_BYTES, IPV6_BYTES, NEXT_IPV6
+from net.mrc.wire import NEXT_UDP, UDP_PORT
 from net.switch.model import Cause
 from net.switch.ports import ALWAYS, PROBABILITIES, RATE_SHIFT, Fault, cause_offset, fault_offset, offset
 
@@ -34,14 +36,13 @@ HTB_MAJOR = 1
 PRIORITY_CLASS, DATA_CLASS = 1, 2
 
 LIFT_WINDOW_BYTES = 160
-LIFT_HEAD_BYTES = 24
+LIFT_HEAD_BYTES = 16
 LIFT_ROOM_BYTES = 1 << 14
 FLOW_KEY_BYTES, FLOW_VALUE_BYTES = 40, 40
 FIB_KEY_BYTES, FIB_VALUE_BYTES = 8, 24
 
 _ETHERTYPE_IPV6 = 0xDD86  # as skb->protocol shows it on a little-endian machine
-_IPV6_PORT_UDP, _NEXT_IPV6, _NEXT_UDP = 4791, 41, 17
-_HEADER_BYTES = 54
+_HEADER_BYTES = ETHERNET_BYTES + IPV6_BYTES
 _PAD = 2  # Ethernet's 14 bytes stand at 2, so IPv6 is aligned at 16
 _IP = 16
 _STAND_IN = 0x7E000000
@@ -77,7 +78,6 @@ class Maps:
     flows: int
     first_ifindex: int
     block: int
-    mrc_port: int = _IPV6_PORT_UDP
 
 
 def code(build: Callable[[Maps], bytes], maps: Maps) -> bytes:
@@ -139,11 +139,8 @@ def switch(maps: Maps) -> bytes:
         p.store(header, 0, _IP + 38, 16)
     row = look_up()
     hops = p.load(header, _IP + 7, 8)
-    lost = p.lt(hops, 2)
-    with p.if_(p.ne(p.load(row, 0, 32), int(Verb.FORWARD))):
-        p.count(came, fault_offset(Fault.UNROUTED))
-        p.ret(TC_DROP)
-    with p.if_(lost):
+    goes_on = p.both(p.eq(p.load(row, 0, 32), int(Verb.FORWARD)), p.gt(hops, 1))
+    with p.if_(p.eq(goes_on, 0)):
         p.count(came, fault_offset(Fault.UNROUTED))
         p.ret(TC_DROP)
     p.store(header, p.sub(hops, 1), _IP + 7, 8)
@@ -170,11 +167,11 @@ def arrive(maps: Maps) -> bytes:
         p.ret(TC_OK)
     with p.if_(p.ne(p.skb_call(Helper.SKB_LOAD_BYTES, 0, p.at(header, _PAD), 102), 0)):
         p.ret(TC_OK)
-    with p.if_(p.ne(p.load(header, _IP + 6, 8), _NEXT_IPV6)):
+    with p.if_(p.ne(p.load(header, _IP + 6, 8), NEXT_IPV6)):
         p.ret(TC_OK)
     inner = 56
-    port = _swap16(maps.mrc_port)
-    mrc = p.both(p.eq(p.load(header, inner + 6, 8), _NEXT_UDP), p.eq(p.load(header, 98, 16), port))
+    port = int.from_bytes(UDP_PORT.to_bytes(2, "big"), "little")
+    mrc = p.both(p.eq(p.load(header, inner + 6, 8), NEXT_UDP), p.eq(p.load(header, 98, 16), port))
     key = p.slot(FLOW_KEY_BYTES)
     for place in range(0, 32, 8):
         p.store(key, p.load(header, inner + 8 + place), place)
@@ -202,10 +199,6 @@ def arrive(maps: Maps) -> bytes:
             p.call(Helper.MAP_UPDATE_ELEM, p.map(maps.flows), key, first, 0)
     p.ret(p.select(mrc, TC_DROP, TC_OK))
     return p.compile()
-
-
-def _swap16(value: int) -> int:
-    return (value & 0xFF) << 8 | value >> 8
 
 
 def _header(p: Program) -> Any:
@@ -299,7 +292,6 @@ class _Port:
             p.store(room, self.number, 0, 32)
             p.store(room, int(why), 4, 32)
             p.store(room, p.add(last, 1), 8)
-            p.store(room, p.call(Helper.KTIME_GET_NS), 16)
             p.skb_call(Helper.SKB_LOAD_BYTES, 0, p.at(room, LIFT_HEAD_BYTES), p.add(last, 1))
             p.call(Helper.RINGBUF_SUBMIT, room, 0)
             p.ret(TC_DROP)

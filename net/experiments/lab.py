@@ -80,7 +80,7 @@ class Stream:
 
 
 class Lab:
-    """A fabric with hosts. active: EVs in turn per stream, the rest are backups. ``change``: fields of QpSettings."""
+    """A fabric with hosts. active: EVs in turn per stream, the rest are backups."""
 
     def __init__(
         self,
@@ -89,17 +89,16 @@ class Lab:
         seed: int = 0,
         *,
         active: int = ALL,
-        **change: object,
     ) -> None:
         self.fabric = fabric
         self.variant = variant or Variant()
         self.line_bps = fabric.host_rate_bps * fabric.planes * PMTU_BYTES / FRAME_BYTES
         bare = Settings(delay_ps=DELAY_PS, packet_bytes=FRAME_BYTES)
-        rtt_ps = Network(replace_planes(fabric), bare).base_rtt_ps()
+        rtt_ps = Network(replace(fabric, planes=1), bare).base_rtt_ps()
         self.base_rtt_ms = rtt_ps / PS_PER_MS
         self.plane_bdp_bytes = fabric.host_rate_bps * rtt_ps // (8 * 10**12)
         self.network = Network(fabric, self._switch_settings(bare), seed)
-        self.qp = self._qp_settings(rtt_ps // 1000, change)
+        self.qp = self._qp_settings(rtt_ps // 1000)
         self.posted_chunks = 2 + 10 * self.plane_bdp_bytes * fabric.planes // CHUNK_BYTES
         self.paths = PathSettings(
             active=1 if not self.variant.spray else active,
@@ -124,10 +123,10 @@ class Lab:
             limit_bytes=(4 if variant.trimming else 2) * bdp,
         )
 
-    def _qp_settings(self, rtt_ns: int, change: dict[str, object]) -> QpSettings:
+    def _qp_settings(self, rtt_ns: int) -> QpSettings:
         fabric, variant = self.fabric, self.variant
         nscc = NsccSettings(rtt_ns, fabric.host_rate_bps * fabric.planes, FRAME_BYTES, variant.trimming)
-        qp = QpSettings(
+        return QpSettings(
             PMTU_BYTES,
             int(1.5 * nscc.bdp_bytes),
             mpr=4096,
@@ -136,7 +135,6 @@ class Lab:
             nscc=None if variant.baseline else nscc,
             selective=variant.selective,
         )
-        return replace(qp, **change)  # type: ignore[arg-type]
 
     # Hosts, streams, faults.
 
@@ -260,11 +258,6 @@ class Lab:
         """What all switch ports did with packets."""
         stages = [Stage.UP, Stage.DOWN, Stage.LAST]
         return sum((self.network.counters(stage) for stage in stages), Counter())
-
-
-def replace_planes(fabric: Topology) -> Topology:
-    """The same with one plane: what a base round trip needs."""
-    return replace(fabric, planes=1)
 
 
 def jain(rates: Sequence[float]) -> float:

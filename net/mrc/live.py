@@ -38,7 +38,7 @@ from typing import NamedTuple
 from net.errors import MrcError, NetError
 from net.mrc.datagram import Addressing, Datagram
 from net.mrc.endpoint import Completion, Endpoint
-from net.mrc.frame import decode_frame, encode_frame
+from net.mrc.frame import ETHERNET_BYTES, decode_frame, encode_frame
 from net.mrc.paths import PathSettings
 from net.mrc.ports import Ports
 from net.mrc.requestor import Identity, QpSettings
@@ -54,7 +54,7 @@ _IPV6 = b"\x86\xdd"
 _SOL_PACKET, _IGNORE_OUTGOING = 263, 23
 _SO_RCVBUFFORCE, _SO_SNDBUFFORCE, _BUFFER_BYTES = 33, 32, 1 << 24
 _SIOCGIFFLAGS, _RUNNING = 0x8913, 0x40 | 0x1
-_ETHERNET_BYTES, _FRAME_BYTES_MAX = 14, 1 << 14
+_FRAME_BYTES_MAX = 1 << 14
 _BATCH = 64
 _LOOK_NS = 50_000_000
 
@@ -194,7 +194,7 @@ class LiveEndpoint:
             if data[12:14] != _IPV6:
                 continue
             try:
-                yield self._addressing.datagram(decode_frame(data[_ETHERNET_BYTES:]))
+                yield self._addressing.datagram(decode_frame(data[ETHERNET_BYTES:]))
             except MrcError as error:
                 self.refused[error.reason.value] += 1
 

@@ -37,7 +37,6 @@ class Collective:
         if len(order) < 2 or lanes < 1:
             raise SimError(f"{len(order)} hosts and {lanes} lanes", "give at least 2 hosts and 1 lane")
         self.network = network
-        self.order = list(order)
         self.lanes = lanes
         self.done_ps: int | None = None
         self.hosts = [MrcHost(host, network, memory_bytes, baseline=baseline) for host in order]

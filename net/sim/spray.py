@@ -32,7 +32,6 @@ from net.topology import Topology
 SPRAYS = ("single path", "round robin", "random")
 DEPTH_BINS = 256
 _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_UP, _DOWN, _LAST = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)

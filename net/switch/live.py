@@ -29,6 +29,7 @@ from net.ebpf import programs
 from net.ebpf.kernel import Records, Ring, Table, load
 from net.errors import NetError
 from net.match import Match
+from net.mrc.frame import ETHERNET_BYTES
 from net.netlink import EGRESS, INGRESS
 from net.srv6 import Action, first_prefix
 from net.switch.model import QueueConfig
@@ -43,7 +44,6 @@ Callback = Callable[[Packet], Packet | Sequence[Packet] | None]
 
 _RING_BYTES = 1 << 22
 _FLOWS = 1 << 14
-_ETHERNET_BYTES = 14
 _BURST_S = 0.0002
 _CLASSES = (programs.PRIORITY_CLASS, programs.DATA_CLASS)
 
@@ -193,7 +193,7 @@ class LivePorts:
         )
 
     def _shape(self, wish: Callable[[int, int, tuple[int, int], int, int], None], port: Port, rate_bps: int) -> None:
-        burst = max(MTU_BYTES + _ETHERNET_BYTES, int(rate_bps / 8 * _BURST_S))
+        burst = max(MTU_BYTES + ETHERNET_BYTES, int(rate_bps / 8 * _BURST_S))
         wish(self.wiring.ifindex(port), programs.HTB_MAJOR, _CLASSES, rate_bps, burst)
 
     def _fill(self, node: Node, number: int) -> None:
