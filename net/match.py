@@ -4,7 +4,7 @@ Use: ``Match({"bth.opcode": Opcode.SACK, "bth.psn": 7})``; ``match.accepts(frame
 Headers by name: outer and inner (IPv6), udp, bth, and behind it meth, reth, seth, ccstate, neth, peth, erth, eeth, as
 they stand without TSETH. Fields as in net.mrc.wire.
 Limits: the frame has an outer IPv6 header, and the fields lie in its first 160 bytes.
-Errors: NetError for a name that is not known or a value that does not fit.
+Errors: RequestError for a name that is not known or a value that does not fit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from net.ebpf.programs import LIFT_WINDOW_BYTES
-from net.errors import NetError
+from net.errors import RequestError
 from net.mrc import wire
 from net.mrc.frame import ETHERNET_BYTES, IPV6_BYTES, UDP_BYTES
 
@@ -62,11 +62,13 @@ class Match:
         for name, wanted in (fields or {}).items():
             if name not in FIELDS:
                 near = difflib.get_close_matches(name, FIELDS, n=1)
-                raise NetError(f'there is no field "{name}"', f"did you mean {near[0]}?" if near else "see net.match")
+                raise RequestError(
+                    f'there is no field "{name}"', f"did you mean {near[0]}?" if near else "see net.match"
+                )
             first, bits = FIELDS[name]
             number = int.from_bytes(wanted, "big") if isinstance(wanted, bytes) else int(wanted)
             if not 0 <= number < 1 << bits:
-                raise NetError(f"{name} = {number} does not fit", f"it has {bits} bits")
+                raise RequestError(f"{name} = {number} does not fit", f"it has {bits} bits")
             shift = width - first - bits
             value |= number << shift
             mask |= (1 << bits) - 1 << shift

@@ -30,6 +30,11 @@ UPLINK_BITS = 16
 """An EV is plane << 16 | uplink: on the wire the flow label then shows the plane, the UDP source port the uplink."""
 
 
+def plane_of(ev: int) -> int:
+    """The plane that an EV names."""
+    return ev >> UPLINK_BITS
+
+
 class Tier(enum.Enum):
     """What a node is."""
 
@@ -174,7 +179,7 @@ class Topology:
 
     def path(self, src: int, dst: int, ev: int) -> Path:
         """The path that ``ev`` names. Below one T0 the uplink bits are ignored."""
-        plane, uplink = ev >> UPLINK_BITS, ev & (1 << UPLINK_BITS) - 1
+        plane, uplink = plane_of(ev), ev & (1 << UPLINK_BITS) - 1
         if not (0 <= plane < self.planes and uplink < self.t1_per_plane):
             raise TopologyError(
                 f"entropy value {ev:#x} names plane {plane}, uplink {uplink}",

@@ -23,7 +23,7 @@ from net.netlink import Netlink
 from net.seg6 import encap, end, end_dt6
 from net.srv6 import Action, Plan
 from net.switch.settings import MTU_BYTES
-from net.topology import Link, Node, Path, Port, Tier, Topology
+from net.topology import Link, Node, Path, Port, Tier, Topology, plane_of
 
 FIRST_IFINDEX = 10
 NEIGHBOUR = IPv6Address("fe80::1")
@@ -88,9 +88,8 @@ class Wiring:
 
     def pair_path(self, src: int, dst: int, plane: int) -> Path:
         """The path of programs that know no entropy values: one in each plane, spread by pairs of hosts."""
-        paths = [self.fabric.path(src, dst, ev) for ev in self.fabric.evs(src, dst)]
-        paths = [path for path in paths if path.plane == plane]
-        return paths[(src + dst) % len(paths)]
+        evs = [ev for ev in self.fabric.evs(src, dst) if plane_of(ev) == plane]
+        return self.fabric.path(src, dst, evs[(src + dst) % len(evs)])
 
     def node_ports(self, node: Node) -> list[Port]:
         """The ports of a node by their numbers."""

@@ -25,7 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from dpu.errors import EmuError
 from emu.units import Size
 from net.errors import NetError
-from net.topology import Topology, clos
+from net.topology import INDEX_MAX, PLANES_MAX, Topology, clos
 
 if TYPE_CHECKING:
     from net.fabric import Fabric
@@ -56,11 +56,11 @@ class FabricSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    planes: int = Field(default=2, ge=1, le=8)
-    t0: int | None = Field(default=None, ge=1, le=2048)
-    t1: int | None = Field(default=None, ge=1, le=2048)
-    hosts: int | None = Field(default=None, ge=1, le=2048)
-    radix: int | None = Field(default=None, ge=2, le=2048, multiple_of=2)
+    planes: int = Field(default=2, ge=1, le=PLANES_MAX)
+    t0: int | None = Field(default=None, ge=1, le=INDEX_MAX)
+    t1: int | None = Field(default=None, ge=1, le=INDEX_MAX)
+    hosts: int | None = Field(default=None, ge=1, le=INDEX_MAX)
+    radix: int | None = Field(default=None, ge=2, le=INDEX_MAX, multiple_of=2)
     rate: Rate = 100_000_000
     uplink_rate: Rate | None = None
     engine: Literal["kernel", "ebpf", "scapy"] = "kernel"

@@ -21,7 +21,7 @@ from net.mrc.paths import EvState
 from net.sim.collectives import AllToAll, Collective, RingAllReduce
 from net.sim.network import Stage, percentile
 from net.switch.model import Cause
-from net.topology import UPLINK_BITS, Node, Tier, Topology
+from net.topology import Node, Tier, Topology, plane_of
 
 
 @dataclass(slots=True)
@@ -234,7 +234,7 @@ def c12_lossy_ev(seed: int, variant: Variant) -> Outcome:
         lab.run_to(2)
         paths = lab.requestor(stream).paths
         ev = random.Random(seed).choice(paths.active)
-        plane, t1 = ev >> UPLINK_BITS, ev & 1
+        plane, t1 = plane_of(ev), ev & 1
         lab.network.set_link(lab.fabric.uplink(plane, 0, t1), loss=loss)
         lab.run_to(6)
         lab.check()
@@ -442,7 +442,7 @@ def c23_recovery(seed: int, variant: Variant) -> Outcome:
     lab.run_to(2)
     paths = lab.requestor(stream).paths
     ev = random.Random(seed).choice(paths.active)
-    lab.link(lab.fabric.uplink(ev >> UPLINK_BITS, 0, ev & 0xFFFF), up=False)
+    lab.link(lab.fabric.uplink(plane_of(ev), 0, ev & 0xFFFF), up=False)
     while paths.state(ev) is not EvState.ASSUMED_BAD and lab.now_ms < 6:
         lab.run_to(lab.now_ms + 0.01)
     found = lab.now_ms - 2

@@ -25,7 +25,7 @@ from net.mrc.frame import (
 )
 from net.mrc.wire import CODECS, WRITES, Bth, Opcode
 from net.srv6 import Plan
-from net.topology import UPLINK_BITS
+from net.topology import plane_of
 
 
 class Datagram(NamedTuple):
@@ -76,7 +76,7 @@ class Addressing:
 
     def frame(self, datagram: Datagram) -> Frame:
         """The frame that carries a datagram along the path of its EV."""
-        plan, plane = self.plan, datagram.entropy >> UPLINK_BITS
+        plan, plane = self.plan, plane_of(datagram.entropy)
         path = plan.fabric.path(self.host, datagram.peer, datagram.entropy)
         source = plan.host_address(self.host, plane).packed
         return Frame(

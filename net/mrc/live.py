@@ -43,7 +43,7 @@ from net.mrc.paths import PathSettings
 from net.mrc.ports import Ports
 from net.mrc.requestor import Identity, QpSettings
 from net.srv6 import Plan
-from net.topology import UPLINK_BITS, Node, Tier
+from net.topology import Node, Tier, plane_of
 from net.wiring import Wiring
 
 LIVE = QpSettings(window_bytes=128 * 1024, mpr=4096, timeout_ns=300_000_000, retries=25)
@@ -142,7 +142,7 @@ class LiveEndpoint:
     def connect(self, identity: Identity, settings: QpSettings = LIVE, paths: PathSettings = LIVE_PATHS) -> None:
         """A queue pair over all paths to a peer; the peer makes its own with the ends exchanged."""
         evs = self.plan.fabric.evs(self.host, identity.peer)
-        self.engine.connect(identity, evs, lambda ev: ev >> UPLINK_BITS, settings, paths)
+        self.engine.connect(identity, evs, plane_of, settings, paths)
 
     def write(
         self, qpn: int, request_id: int, data: bytes, va: int, r_key: int, immediate: int | None = None
@@ -199,7 +199,7 @@ class LiveEndpoint:
                 self.refused[error.reason.value] += 1
 
     def _send(self, datagram: Datagram) -> None:
-        plane = datagram.entropy >> UPLINK_BITS
+        plane = plane_of(datagram.entropy)
         frame = self._ports[plane].ethernet + encode_frame(self._addressing.frame(datagram))
         with contextlib.suppress(OSError):  # lost like any other: the port is down, or its queue full
             self._sockets[plane].send(frame)

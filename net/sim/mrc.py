@@ -20,7 +20,7 @@ from net.mrc.requestor import Identity, QpSettings
 from net.mrc.wire import Meth, Tseth
 from net.sim.network import Network, Packet, Step
 from net.srv6 import Plan
-from net.topology import UPLINK_BITS
+from net.topology import plane_of
 
 PS_PER_NS = 1000
 
@@ -131,4 +131,4 @@ def connect(
     for here, there in ((one, other), (other, one)):
         identity = Identity(qpn(there.host, lane), there.host, qpn(here.host, lane), psn, psn)
         mine = here.network.fabric.evs(here.host, there.host) if evs is None else evs
-        here.endpoint.connect(identity, mine, lambda ev: ev >> UPLINK_BITS, settings, paths)
+        here.endpoint.connect(identity, mine, plane_of, settings, paths)

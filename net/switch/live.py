@@ -81,7 +81,7 @@ class LivePorts:
         self._records = Records(PortRecord, count)
         self._matches = Records(_MatchRecord, count)
         self._ring = Ring(_RING_BYTES)
-        self._fib = Table(programs.FIB_KEY_BYTES, programs.FIB_VALUE_BYTES, max(1, self._rows()))
+        self._fib = Table(programs.FIB_KEY_BYTES, programs.FIB_VALUE_BYTES, self._rows())
         self._flows = Table(programs.FLOW_KEY_BYTES, programs.FLOW_VALUE_BYTES, _FLOWS, lru=True)
         self._configs: dict[Port, QueueConfig] = {}
         self._lifts = _Lifts(wiring, self._ring, settings.reorder_s)
@@ -146,7 +146,10 @@ class LivePorts:
     # Making it.
 
     def _rows(self) -> int:
-        return sum(1 for node in self.wiring.fabric.nodes() for _ in self.wiring.plan.node_routes(node))
+        """Of all switches' tables; a map needs one."""
+        switches = [node for node in self.wiring.fabric.nodes() if node.tier is not Tier.HOST]
+        switches = switches if self.settings.engine == "ebpf" else []
+        return max(1, sum(1 for node in switches for _ in self.wiring.plan.node_routes(node)))
 
     def _attach(self, ports: set[Port]) -> None:
         block = struct.unpack("=I", self.wiring.plan.block.network_address.packed[:4])[0]

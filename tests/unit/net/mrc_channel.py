@@ -16,7 +16,7 @@ from net.mrc.frame import DSCP, decode_frame, encode_frame, trim
 from net.mrc.paths import PathSettings
 from net.mrc.requestor import Identity, QpSettings
 from net.srv6 import Plan
-from net.topology import UPLINK_BITS, Topology
+from net.topology import Topology, plane_of
 
 FABRIC = Topology(planes=2, t0_per_plane=2, t1_per_plane=2, hosts_per_t0=2)
 HOSTS = (0, 3)
@@ -27,10 +27,6 @@ CANARY = b"\xc5" * 64
 ACTIONS = ("pass", "lose", "late", "twice", "trim", "trim last hop", "mark")
 
 Fate = Callable[[Datagram], str]
-
-
-def plane_of(ev: int) -> int:
-    return ev >> UPLINK_BITS
 
 
 class Channel:
