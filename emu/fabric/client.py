@@ -31,23 +31,9 @@ from emu.process import Identity
 from emu.progress import output
 from emu.units import plural
 from net.errors import NetError
-from net.namespaces import enter
+from net.switch.ports import PROBABILITIES
 from net.topology import Topology
 
-_SPEC_KEYS = (
-    "planes",
-    "t0",
-    "t1",
-    "hosts",
-    "radix",
-    "rate",
-    "uplink_rate",
-    "engine",
-    "ecn",
-    "trim",
-    "last_hop_trim",
-    "limit",
-)
 _NEVER_KEYS = ("ecn", "trim", "last_hop_trim")
 _ANSWER_S, _END_S = 60.0, 10.0
 Document = dict[str, Any]
@@ -139,7 +125,7 @@ def _up(arguments: argparse.Namespace) -> Shown:
 
 
 def _spec(arguments: argparse.Namespace) -> FabricSpec:
-    given = {key: getattr(arguments, key) for key in _SPEC_KEYS if getattr(arguments, key) is not None}
+    given = {key: value for key in FabricSpec.model_fields if (value := getattr(arguments, key, None)) is not None}
     if arguments.scenario is not None:
         from emu.scenario import load
 
@@ -234,7 +220,6 @@ def _flows(arguments: argparse.Namespace) -> Shown:
     return answer, shown if answer["flows"] else "nothing has arrived yet"
 
 
-_SHARES = ("loss", "corrupt", "duplicate", "reorder")
 _WORDS: dict[str, Document] = {
     "down": {"down": True},
     "up": {"down": False},
@@ -261,13 +246,13 @@ def parse_change(words: Sequence[str]) -> tuple[str | None, Document]:
     """("loss=0.01", "by=h0") as ("h0", {"loss": 0.01}); EmuError for what is no fault."""
     by: str | None = None
     wanted: Document = {}
-    known = ["heal (alone)", *_WORDS, *(f"{name}=SHARE" for name in _SHARES), "rate=RATE", "by=NODE"]
+    known = ["heal (alone)", *_WORDS, *(f"{name}=SHARE" for name in PROBABILITIES), "rate=RATE", "by=NODE"]
     for word in words:
         key, equals, value = word.partition("=")
         try:
             if not equals and key in _WORDS:
                 wanted |= _WORDS[key]
-            elif equals and key in _SHARES:
+            elif equals and key in PROBABILITIES:
                 wanted[key] = float(value)
             elif equals and key == "rate":
                 wanted["rate_bps"] = parse_rate(value)
@@ -300,6 +285,8 @@ _PACKAGES = {
 
 
 def _exec(arguments: argparse.Namespace) -> Shown:
+    from net.namespaces import enter  # pyroute2 takes half a second
+
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not program:
         raise UsageError("there is no program to run", "emu fabric exec h0 -- PROGRAM ...")

@@ -21,15 +21,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpu.errors import EmuError, UsageError
 from emu.fabric.spec import FabricSpec
 from emu.ledger import Ledger
 from emu.paths import runtime_dir, socket_path
 from net.errors import NetError, RequestError
-from net.fabric import Fabric
 from net.topology import Port, Tier
+
+if TYPE_CHECKING:
+    from net.fabric import Fabric
 
 _SOCKET = "fabric"
 Answer = dict[str, Any]
@@ -224,8 +226,8 @@ def main(arguments: list[str]) -> None:
         with os.fdopen(ready, "w") as report, socket.socket(socket.AF_UNIX) as listener:
             try:
                 ledger.claim(name, "fabric")
-                fabric = Fabric(spec.topology(), spec.settings())
-            except (NetError, EmuError) as error:
+                fabric = spec.bring_up()
+            except EmuError as error:
                 report.write(json.dumps(failure(error)))
                 return
             with fabric:
