@@ -214,7 +214,7 @@ def _flows(arguments: argparse.Namespace) -> Shown:
         shown.add_column(column, justify="right")
     for flow in sorted(answer["flows"], key=lambda flow: (flow["src"], flow["dst"], flow["entropy"] or 0)):
         entropy = "-" if flow["entropy"] is None else f"{flow['entropy']:#010x}"
-        via = " ".join(flow["via"]) or f"plane {flow['plane']}"
+        via = " ".join(flow["via"]) or ("-" if flow["plane"] is None else f"plane {flow['plane']}")
         counts = [str(flow[key]) for key in ("packets", "bytes", "marked", "trimmed")]
         shown.add_row(flow["src"], flow["dst"], entropy, via, *counts, f"{flow['seen_s']:.1f} s")
     return answer, shown if answer["flows"] else "nothing has arrived yet"

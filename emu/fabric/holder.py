@@ -90,18 +90,18 @@ class Holder:
     def flows(self, request: Answer) -> Answer:
         """What has arrived at hosts, with the path of each."""
         fabric = self.fabric
-        hosts = {
-            fabric.plan.host_address(host, plane): (host, plane)
-            for host in range(fabric.topology.hosts)
-            for plane in range(fabric.topology.planes)
-        }
+        plan, hosts = fabric.plan, range(fabric.topology.hosts)
+        ports = {plan.host_address(n, plane): (n, plane) for n in hosts for plane in range(fabric.topology.planes)}
+        names = {address: f"h{host}" for address, (host, _) in ports.items()}
+        names |= {plan.vm_address(host): f"h{host} (vm)" for host in hosts}
         rows = []
         for flow in fabric.flows():
-            (src, plane), (dst, _) = hosts.get(flow.src, (-1, 0)), hosts.get(flow.dst, (-1, 0))
-            row = {**flow._asdict(), "src": f"h{src}", "dst": f"h{dst}", "plane": plane, "via": []}
-            if flow.entropy is not None and min(src, dst) >= 0:
+            src, dst = ports.get(flow.src), ports.get(flow.dst)
+            ends = {"src": names.get(flow.src, str(flow.src)), "dst": names.get(flow.dst, str(flow.dst))}
+            row = {**flow._asdict(), **ends, "plane": None if src is None else src[1], "via": []}
+            if flow.entropy is not None and src is not None and dst is not None:
                 try:
-                    path = fabric.topology.path(src, dst, flow.entropy)
+                    path = fabric.topology.path(src[0], dst[0], flow.entropy)
                     row["via"] = [n.name for n in fabric.topology.path_nodes(path) if n.tier is not Tier.HOST]
                 except NetError:  # an EV of a tool that numbers paths otherwise
                     pass

@@ -10,6 +10,7 @@ from scapy.layers.inet6 import ICMPv6EchoReply, ICMPv6EchoRequest, ICMPv6ND_NA, 
 from scapy.layers.l2 import Ether
 from scapy.packet import Packet
 
+from emu.fabric.holder import Holder
 from net.errors import NetError
 from net.fabric import Fabric
 from net.tap import HostTap
@@ -61,6 +62,14 @@ def test_two_machines_reach_each_other(fabric: Fabric, machine: HostTap) -> None
     request = next_frame(other, ICMPv6EchoRequest)
     assert (request[IPv6].src, request[ICMPv6EchoRequest].seq) == (str(machine.address), 9)
     assert request.dst == other.mac
+
+
+def test_flows_name_machines_by_the_host_whose_place_they_have(fabric: Fabric, machine: HostTap) -> None:
+    ping(machine, fabric.address("h2", 1), 20)
+    next_frame(machine, ICMPv6EchoReply)
+    rows = Holder("x", fabric).flows({})["flows"]
+    assert {("h1 (vm)", "h2"), ("h2", "h1 (vm)")} <= {(row["src"], row["dst"]) for row in rows}
+    assert {row["plane"] for row in rows if row["src"] == "h1 (vm)"} == {None}
 
 
 def test_a_host_has_one(fabric: Fabric, machine: HostTap) -> None:
