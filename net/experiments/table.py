@@ -63,8 +63,8 @@ def _one(job: tuple[str, int, Variant]) -> Outcome:
     name, seed, variant = job
     try:
         return CASES[name].run(seed, variant)
-    except AssertionError:
-        return Outcome(f"broke: {traceback.format_exc(limit=-1).splitlines()[-2].strip()}", False)
+    except AssertionError as error:
+        return Outcome(f"broke: {traceback.extract_tb(error.__traceback__)[-1].line}", False)
 
 
 def run(

@@ -13,7 +13,7 @@ import pytest
 from net.errors import SimError
 from net.experiments import table
 from net.experiments.__main__ import main
-from net.experiments.cases import CASES, c13_two_flows_two_evs, c19_fifteen_to_one
+from net.experiments.cases import CASES, Outcome, c13_two_flows_two_evs, c19_fifteen_to_one
 from net.experiments.lab import Variant, jain
 
 NOT_YET = {"C16": "with little loss the baseline, which no DCQCN or PFC slows, is a tenth faster than MRC"}
@@ -70,6 +70,16 @@ def test_the_table_is_written_and_says_what_failed(tmp_path: Path, capsys: pytes
     assert [row["case"] for row in document["experiments"]] == ["C20", "C13"]
     assert (tmp_path / "experiments.txt").read_text() == printed
     assert (tmp_path / "experiments.svg").read_text().count("<rect") == 2
+
+
+def test_a_case_that_breaks_fails_with_the_line_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(seed: int, variant: Variant) -> Outcome:
+        assert seed + 1 == 0, "two\nlines"
+        return Outcome("", True)
+
+    monkeypatch.setitem(CASES, "C5", CASES["C5"]._replace(run=broken))
+    [row] = table.run(["C5"], [1])
+    assert not row.passed and row.ours == 'broke: assert seed + 1 == 0, "two\\nlines"'
 
 
 def test_an_unknown_case_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
