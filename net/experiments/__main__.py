@@ -22,8 +22,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"\r{done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
     variant = Variant(**dict.fromkeys(options.without, False))
-    rows = table.run(options.cases, seeds, variant, workers=options.workers, progress=progress)
-    found = table.ablate(seeds, workers=options.workers, progress=progress) if options.ablation else None
+    place = {"workers": options.workers, "dask": options.dask, "progress": progress}
+    rows = table.run(options.cases, seeds, variant, **place)
+    found = table.ablate(seeds, **place) if options.ablation else None
     if options.out is not None:
         table.write(rows, found, options.out)
     if options.json:

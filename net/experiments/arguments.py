@@ -16,5 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="so many fresh seeds (default 1)")
     parser.add_argument("--without", action="append", default=[], choices=PARTS, help="switch a part of MRC off")
     parser.add_argument("--ablation", action="store_true", help="also the ablation table")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes here")
+    parser.add_argument("--dask", metavar="ADDRESS", help="run on this Dask scheduler's workers instead")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write experiments.json, .txt and .svg there")

@@ -1,4 +1,4 @@
-"""Runs cases in a process pool and writes the table: JSON, text for a reader, and a picture.
+"""Runs cases as jobs of a sweep and writes the table: JSON, text for a reader, and a picture.
 
 Use: ``rows = run(["C5", "C13"], seeds=[1, 2])``; ``text(rows)``; ``write(rows, folder)``.
 Errors: SimError for a case that does not exist.
@@ -10,7 +10,7 @@ import json
 import random
 import statistics
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from html import escape
@@ -71,14 +71,12 @@ def run(
     names: Sequence[str],
     seeds: Sequence[int],
     variant: Variant | None = None,
-    *,
-    workers: int = 1,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    **place: Any,
 ) -> list[Result]:
-    """Every case with every seed."""
+    """Every case with every seed. place: workers, dask, progress, as for net.sim.sweep."""
     names, variant = chosen(names), variant or Variant()
     jobs = [(name, seed, variant) for name in names for seed in seeds]
-    outcomes = dict(zip(((name, seed) for name, seed, _ in jobs), sweep(_one, jobs, workers, progress)))
+    outcomes = dict(zip(((name, seed) for name, seed, _ in jobs), sweep(_one, jobs, **place)))
     return [_result(name, seeds, [outcomes[name, seed] for seed in seeds]) for name in names]
 
 
@@ -101,13 +99,11 @@ def _result(name: str, seeds: Sequence[int], outcomes: Sequence[Outcome]) -> Res
     )
 
 
-def ablate(
-    seeds: Sequence[int], *, workers: int = 1, progress: Callable[[int, int], None] = lambda done, total: None
-) -> dict[str, dict[str, Measure]]:
-    """Traffic -> variant -> what it came to, medians over the seeds."""
+def ablate(seeds: Sequence[int], **place: Any) -> dict[str, dict[str, Measure]]:
+    """Traffic -> variant -> what it came to, medians over the seeds. place: as for ``run``."""
     jobs = [(traffic, name, seed) for traffic in ABLATION for name in VARIANTS for seed in seeds]
     found: dict[tuple[str, str], list[Measure]] = {}
-    for (traffic, name, _), measure in zip(jobs, sweep(_ablate, jobs, workers, progress)):
+    for (traffic, name, _), measure in zip(jobs, sweep(_ablate, jobs, **place)):
         found.setdefault((traffic, name), []).append(measure)
     return {
         traffic: {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -123,6 +125,58 @@ def test_a_sweep_has_results_in_order_and_tells_progress() -> None:
     pooled = sweep(_job, [1, 2, 3], 2, lambda done, total: seen.append((done, total)))
     assert pooled == [_job(seed) for seed in (1, 2, 3)] == sweep(_job, [1, 2, 3])
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("dask", [False, True])
+def test_a_sweep_ends_with_the_first_exception(dask: bool, cluster: Callable[[], str]) -> None:
+    seen: list[tuple[int, int]] = []
+    with pytest.raises(ValueError, match="three"):
+        place = cluster() if dask else None
+        sweep(_breaks, list(range(20)), 2, lambda done, total: seen.append((done, total)), dask=place)
+    assert len(seen) < 20
+
+
+def _breaks(job: int) -> int:
+    if job == 3:
+        raise ValueError("three")
+    return job
+
+
+@pytest.fixture
+def cluster() -> Iterator[Callable[[], str]]:
+    """Starts a Dask scheduler with two workers and says where it listens; skips where Dask is not installed."""
+    with contextlib.ExitStack() as stack:
+
+        def start() -> str:
+            distributed = pytest.importorskip("distributed", reason="pip install 'dpu-emu[dask]'")
+            local = distributed.LocalCluster(
+                n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None, protocol="tcp"
+            )
+            address: str = stack.enter_context(local).scheduler_address
+            return address
+
+        yield start
+
+
+def test_a_sweep_on_a_dask_cluster_is_the_same(cluster: Callable[[], str]) -> None:
+    seen: list[tuple[int, int]] = []
+    found = sweep(_job, [1, 2, 3], progress=lambda done, total: seen.append((done, total)), dask=cluster())
+    assert found == sweep(_job, [1, 2, 3]) and seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(SimError, match=r"pip install 'dpu-emu\[dask\]'"):
+        sweep(_job, [1], dask="tcp://127.0.0.1:1")
+
+
+def test_a_scheduler_that_does_not_answer_is_named() -> None:
+    dask = pytest.importorskip("dask", reason="pip install 'dpu-emu[dask]'")
+    with dask.config.set({"distributed.comm.timeouts.connect": "200ms"}):
+        with pytest.raises(SimError, match="no Dask scheduler at tcp"):
+            sweep(_job, [1], dask="tcp://127.0.0.1:1")
+    with pytest.raises(SimError, match="no Dask scheduler at nonsense"):
+        sweep(_job, [1], dask="nonsense://x")
 
 
 def test_mistakes_name_the_fix() -> None:
