@@ -42,7 +42,7 @@ from net.probe import missing
 from net.srv6 import Plan
 from net.switch.live import Callback, Flow, LivePorts
 from net.switch.model import Cause
-from net.switch.ports import PROBABILITIES, Fault, PortRecord, check_share
+from net.switch.ports import PROBABILITIES, Fault, PortRecord, check_rate, check_share
 from net.switch.settings import FabricSettings
 from net.switch.software import SoftPort, SoftPorts
 from net.tap import HostTap
@@ -71,6 +71,8 @@ class Fabric:
         self.settings = settings or FabricSettings()
         self.plan = plan or Plan(topology)
         assert self.plan.fabric == topology
+        check_rate(topology.host_rate_bps)
+        check_rate(topology.uplink_rate_bps)
         self._open: list[Any] = []
         try:
             self.wiring = Wiring(self.plan, forwards=self.settings.engine == "kernel")
@@ -195,6 +197,7 @@ class Fabric:
 
     def set_rate(self, link: str, rate_bps: int, by: str | None = None) -> None:
         """Another line rate, bits per second; thresholds keep their bytes."""
+        check_rate(rate_bps)
         for port in self._ports(link, by):
             engine = self._engine(port)
             engine.set_rate(port, replace(engine.config(port), rate_bps=rate_bps))

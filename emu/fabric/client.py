@@ -246,6 +246,9 @@ def parse_change(words: Sequence[str]) -> tuple[str | None, Document]:
     """("loss=0.01", "by=h0") as ("h0", {"loss": 0.01}); EmuError for what is no fault."""
     by: str | None = None
     wanted: Document = {}
+    names = [name for word in words for name in (_WORDS.get(word) or [word.partition("=")[0]])]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UsageError(f"{twice} is given twice", "give each fault once")
     known = ["heal (alone)", *_WORDS, *(f"{name}=SHARE" for name in PROBABILITIES), "rate=RATE", "by=NODE"]
     for word in words:
         key, equals, value = word.partition("=")

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,7 @@ from emu.fabric.spec import FabricSpec
 from emu.ledger import Ledger
 from emu.paths import runtime_dir, socket_path
 from net.errors import NetError, RequestError
+from net.switch.ports import check_rate
 from net.topology import Port, Tier
 
 if TYPE_CHECKING:
@@ -115,7 +117,9 @@ class Holder:
             self.fabric.blackhole(target, wanted["blackhole"])
             return {}
         rate_bps = wanted.pop("rate_bps", None)
-        self.fabric.fault(target, by=by, **wanted)  # first: refused, it has changed nothing
+        if rate_bps is not None:
+            check_rate(rate_bps)  # first, as all else: what is refused has changed nothing
+        self.fabric.fault(target, by=by, **wanted)
         if rate_bps is not None:
             self.fabric.set_rate(target, rate_bps, by)
         return {}
@@ -159,6 +163,13 @@ class Holder:
             return {"ok": True, **self.DO[request["do"]](self, request)}
         except NetError as error:
             return failure(error)
+        except Exception as error:  # ours; the fabric and all that runs in it outlive a verb
+            return failure(_ours(error))
+
+
+def _ours(error: Exception) -> EmuError:
+    traceback.print_exception(error)
+    return EmuError(f"the fabric's process failed at it: {error!r}", "that is a bug; its log has the whole story")
 
 
 def failure(error: NetError | EmuError) -> Answer:
@@ -227,8 +238,8 @@ def main(arguments: list[str]) -> None:
             try:
                 ledger.claim(name, "fabric")
                 fabric = spec.bring_up()
-            except EmuError as error:
-                report.write(json.dumps(failure(error)))
+            except Exception as error:
+                report.write(json.dumps(failure(error if isinstance(error, EmuError) else _ours(error))))
                 return
             with fabric:
                 listener.bind(str(socket_path(ledger.directory, _SOCKET)))

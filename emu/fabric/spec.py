@@ -25,6 +25,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from dpu.errors import EmuError
 from emu.units import Size
 from net.errors import NetError
+from net.switch.ports import RATES_BPS
 from net.topology import INDEX_MAX, PLANES_MAX, Topology, clos
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def parse_rate(text: str | int) -> int:
     return rate
 
 
-Rate = Annotated[int, BeforeValidator(parse_rate)]
+Rate = Annotated[int, Field(ge=RATES_BPS[0], le=RATES_BPS[1]), BeforeValidator(parse_rate)]
 Threshold = Size | Literal[False]
 
 

@@ -21,6 +21,9 @@ NS_PER_S = 10**9
 RATE_SHIFT = 20
 """A byte's time is kept in units of 2^-20 ns: 100 Gb/s are 83,886 of them."""
 
+RATES_BPS = (100_000, 10**12)
+"""Line rates that the kernel's shaper (HTB, with a frame of 9000 bytes) and a byte's time can say."""
+
 ALWAYS = 1 << 32
 """A probability of 1, as a bound for a random 32-bit number."""
 
@@ -124,6 +127,13 @@ def check_share(fault: str, value: float) -> None:
         raise RequestError(f'there is no random fault "{fault}"', f"take one of: {', '.join(PROBABILITIES)}")
     if not 0 <= value <= 1:
         raise RequestError(f"{fault} is {value}", "give a share of packets, 0 to 1")
+
+
+def check_rate(rate_bps: int) -> None:
+    """RequestError unless a live port can have this line rate, bits per second."""
+    least, most = RATES_BPS
+    if not least <= rate_bps <= most:
+        raise RequestError(f"a rate of {rate_bps} b/s cannot be kept", f"give {least} to {most} bits per second")
 
 
 def offset(name: str) -> int:

@@ -16,10 +16,11 @@ from xml.etree import ElementTree
 import pytest
 from scapy.utils import rdpcap
 
-from dpu.errors import UsageError
+from dpu.errors import EmuError, UsageError
 from emu import ledger
 from emu.accel import Accel
 from emu.cli import main
+from emu.fabric.client import ask
 from emu.fabric.holder import LabFabric, address
 from emu.fabric.spec import FabricSpec
 from emu.lab import Lab, LabConfig
@@ -113,9 +114,12 @@ MISTAKES = [
     (["fault", UPLINK, "down", "by=h9"], 2, f"h9 is no end of {UPLINK}", "its ends are"),
     (["fault", "h0", "blackhole"], 2, "there is no switch h0", "switches are named like"),
     (["fault", UPLINK, "loss=2"], 2, "loss is 2.0", "0 to 1"),
+    (["fault", UPLINK, "rate=1"], 2, "a rate of 1 b/s cannot be kept", "100000 to "),
+    (["fault", UPLINK, "down", "up"], 2, "down is given twice", "once"),
     (["fault", UPLINK, "lost=2"], 2, '"lost=2" is no fault', "loss=SHARE"),
     (["capture", "h9:p0-t0-0", "x.pcap"], 2, "there is no link h9:p0-t0-0", "did you mean"),
     (["exec", "h9", "--", "true"], 2, "there is no node h9", "nodes are"),
+    (["up", "--rate", "1k"], 2, "--rate: Input should be greater than or equal to 100000", "--help"),
     (["up", "--rate", "fast"], 2, "--rate: Value error, 'fast' is not a rate", "--help"),
 ]
 
@@ -130,9 +134,16 @@ def test_mistakes_are_told(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_refused_has_changed_nothing(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
     before = [end["state"] | {"rate": end["rate_bps"]} for end in ends(emu(capsys, "show")).values()]
-    for words in (["rate=10M", "loss=2"], ["down", "loss=0.5", "corrupt=2"], ["rate=10M", "down", "by=h9"]):
+    wrong = [["rate=10M", "loss=2"], ["loss=0.5", "rate=1"], ["down", "loss=0.5", "corrupt=2"]]
+    for words in [*wrong, ["rate=10M", "down", "by=h9"]]:
         assert not emu(capsys, "fault", UPLINK, *words)["ok"]
         assert [end["state"] | {"rate": end["rate_bps"]} for end in ends(emu(capsys, "show")).values()] == before
+
+
+def test_a_request_that_nobody_foresaw_does_not_end_the_fabric(up: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EmuError, match="KeyError"):
+        ask(NAME, "no such verb")
+    assert emu(capsys, "show")["pid"] == up["pid"]
 
 
 def test_a_program_that_is_not_installed_is_named_with_its_package(up: Any) -> None:
