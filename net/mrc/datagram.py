@@ -1,14 +1,15 @@
 """What an MRC engine hands over and takes in: a message with its path, and how a fabric's addresses carry it.
 
 Use: ``Datagram(peer=3, entropy=ev, message=write)`` from an engine; ``wire = Addressing(plan, host=0)``;
-``encode_frame(wire.frame(datagram))``; ``wire.datagram(decode_frame(data))``.
+``wire.encode(datagram)``; ``wire.decode(data)``.
 Errors: MrcError for a frame that no host of the plan has sent to this one.
 Source: arXiv 2605.04333 section 2.3.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import os
+from typing import NamedTuple, TypeVar
 
 from net.errors import MrcError, Reason
 from net.mrc.frame import (
@@ -19,13 +20,35 @@ from net.mrc.frame import (
     ICRC_BYTES,
     IPV6_BYTES,
     UDP_BYTES,
+    Arrived,
     Dscp,
     Frame,
+    Front,
     Message,
+    decode_front,
+    decode_inside,
+    encode_frame,
+    encode_front,
+    encode_headers,
+    seal,
 )
-from net.mrc.wire import CODECS, WRITES, Bth, Opcode
+from net.mrc.wire import CODECS, STACK_CODECS, WRITES, Bth, Opcode
 from net.srv6 import Plan
 from net.topology import plane_of
+
+_ENDS_BYTES = ETHERNET_BYTES + 2 * IPV6_BYTES + UDP_BYTES + CODECS[Bth].size + ICRC_BYTES
+_FRONT_BYTES = 2 * IPV6_BYTES + UDP_BYTES
+_KEPT_MAX = 1 << 12
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def _keep(kept: dict[K, V], key: K, value: V) -> V:
+    """Remembers a value; what strangers send must not fill the memory."""
+    if len(kept) >= _KEPT_MAX:
+        kept.clear()
+    kept[key] = value
+    return value
 
 
 class Datagram(NamedTuple):
@@ -52,15 +75,17 @@ class Datagram(NamedTuple):
         return not self.is_data and self.message.bth.opcode != Opcode.PROBE
 
     def wire_bytes(self) -> int:
-        """Length of the frame with Ethernet, two IPv6 headers and ICRC."""
-        message = self.message
-        headers = sum(CODECS[type(header)].size for header in message.headers)
-        ends = ETHERNET_BYTES + 2 * IPV6_BYTES + UDP_BYTES + CODECS[Bth].size + ICRC_BYTES
-        return ends + headers + len(message.payload) + message.bth.pad
+        """Length of the whole frame with Ethernet, two IPv6 headers and ICRC."""
+        bth, _, payload = self.message
+        return _ENDS_BYTES + STACK_CODECS[bth.opcode, bth.ts].size + len(payload) + bth.pad
 
 
 class Addressing:
-    """One host's way in and out of a fabric with SRv6 carriers."""
+    """One host's way in and out of a fabric with SRv6 carriers.
+
+    ``encode`` and ``decode`` give what ``encode_frame(frame(...))`` and ``datagram(decode_frame(...))`` do, but make
+    what is in front of the messages once per way and length (DPU_EMU_MRC_FRONTS=0: each time).
+    """
 
     def __init__(self, plan: Plan, host: int, dscp: Dscp = DSCP) -> None:
         self.plan = plan
@@ -73,6 +98,9 @@ class Addressing:
             for plane in range(fabric.planes)
         }
         self._own = {plan.host_address(host, plane).packed for plane in range(fabric.planes)}
+        self._keeps = os.environ.get("DPU_EMU_MRC_FRONTS") != "0"
+        self._fronts: dict[tuple[int, int, int, int], Front] = {}
+        self._arrived: dict[bytes, tuple[Arrived, Datagram]] = {}
 
     def frame(self, datagram: Datagram) -> Frame:
         """The frame that carries a datagram along the path of its EV."""
@@ -108,3 +136,29 @@ class Addressing:
             frame.trimmed,
             frame.trimmed and frame.dscp == self.dscp.trimmed_lasthop,
         )
+
+    def encode(self, datagram: Datagram) -> bytes:
+        """The bytes behind an Ethernet header."""
+        if not self._keeps:
+            return encode_frame(self.frame(datagram))
+        content = datagram.message
+        bth, _, payload = content
+        head = encode_headers(content)
+        size = len(head) + len(payload) + bth.pad
+        key = (datagram.peer, datagram.entropy, bth.opcode << 1 | bth.rtx, size)
+        front = self._fronts.get(key)
+        if front is None:
+            front = _keep(self._fronts, key, encode_front(self.frame(datagram), size))
+        return seal(front, head, content)
+
+    def decode(self, data: bytes | memoryview) -> Datagram:
+        """What an engine takes in, from the bytes behind an Ethernet header; a payload is a part of ``data``."""
+        key = bytes(data[:_FRONT_BYTES])
+        known = self._arrived.get(key)
+        if known is None:
+            arrived = decode_front(data, dscp=self.dscp)
+            known = arrived, self.datagram(arrived.frame)
+            if self._keeps and arrived.start == _FRONT_BYTES:
+                _keep(self._arrived, key, known)
+        arrived, (peer, entropy, _, *marks) = known
+        return Datagram(peer, entropy, decode_inside(data, arrived), *marks)

@@ -6,7 +6,9 @@ A frame starts at its first IPv6 header. With an outer one, its destination is a
 routing header follows.
 
 Use: ``write = message(Bth(Opcode.WRITE_ONLY, dqp=5), Meth(), Reth(va, r_key, len(data)), payload=data)``;
-``encode_frame(Frame(src, dst, entropy, write, outer_dst=carrier.packed))``; ``decode_frame(data)``.
+``encode_frame(Frame(src, dst, entropy, write, outer_dst=carrier.packed))``; ``decode_frame(data)``. What stands in
+front of BTH is the same for all packets of a way and a length, so it has functions of its own, whose results
+net.mrc.datagram keeps: ``seal(encode_front(frame, size), head, write)``; ``decode_inside(data, decode_front(data))``.
 Errors: MrcError with a Reason, whatever the bytes are; the decoders raise nothing else.
 Limits: IPv6 only (the specification's IPv4 form carries 16 bits of entropy). Reconstructed: see net.mrc.wire.
 Source: as net.mrc.wire; IBTA annex A17 for the ICRC; RFC 8200, RFC 9800; packet trimming as SONiC and UET have it.
@@ -21,10 +23,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from net.errors import MrcError, Reason
-from net.mrc.wire import CODECS, NEXT_UDP, UDP_PORT, Bth, H, Ipv6, Meth, Tseth, Udp, decode, encode, stack
+from net.mrc.wire import (
+    CODECS,
+    NEXT_UDP,
+    STACK_CODECS,
+    UDP_PORT,
+    Bth,
+    H,
+    Ipv6,
+    Meth,
+    Tseth,
+    Udp,
+    decode,
+    encode,
+    stack,
+)
 
 IPV6_BYTES, UDP_BYTES, ICRC_BYTES = 40, 8, 4
 ETHERNET_BYTES = 14
+_BTH_BYTES = CODECS[Bth].size
 NEXT_IPV6 = 41
 
 TRIM_BYTES = 128
@@ -59,11 +76,14 @@ def entropy_of(flow_label: int, source_port: int, order: EntropyOrder = EntropyO
 
 
 class Message(NamedTuple):
-    """BTH, the headers behind it, and the payload; of a trimmed packet, the headers that are left of it."""
+    """BTH, the headers behind it, and the payload; of a trimmed packet, the headers that are left of it.
+
+    A payload may be a view: of what is written when it is sent, of a buffer when it arrives.
+    """
 
     bth: Bth
     headers: tuple[Any, ...] = ()
-    payload: bytes = b""
+    payload: bytes | memoryview = b""
 
     def get(self, kind: type[H]) -> H | None:
         """The header of ``kind``, if it is there."""
@@ -81,7 +101,7 @@ class Message(NamedTuple):
         return found
 
 
-def message(bth: Bth, *headers: tuple[Any, ...], payload: bytes = b"") -> Message:
+def message(bth: Bth, *headers: tuple[Any, ...], payload: bytes | memoryview = b"") -> Message:
     """A message with BTH.ts and BTH.pad set from what follows; MrcError when that does not suit the opcode."""
     bth = bth._replace(ts=int(any(type(header) is Tseth for header in headers)), pad=-len(payload) % 4)
     kinds = stack(bth.opcode, bth.ts)
@@ -95,42 +115,51 @@ def message(bth: Bth, *headers: tuple[Any, ...], payload: bytes = b"") -> Messag
     return Message(bth, headers, payload)
 
 
+def encode_headers(message: Message) -> bytes:
+    """BTH and the headers behind it."""
+    bth = message.bth
+    return CODECS[Bth].encode((bth,)) + STACK_CODECS[bth.opcode, bth.ts].encode(message.headers)
+
+
 def encode_message(message: Message) -> bytes:
     """BTH to padding; ICRC not included, as it covers the headers below."""
-    parts = [encode(message.bth), *map(encode, message.headers), message.payload, bytes(message.bth.pad)]
-    return b"".join(parts)
+    return b"".join((encode_headers(message), message.payload, bytes(message.bth.pad)))
 
 
 def decode_message(data: bytes | memoryview) -> Message:
-    """The inverse of ``encode_message``."""
-    bth, headers, offset = _decode_headers(data)
-    if len(headers) < len(stack(bth.opcode, bth.ts) or ()):
-        raise MrcError(Reason.TRUNCATED, f"opcode {bth.opcode:#x} with only {len(headers)} of its headers")
-    payload = bytes(data[offset:])
-    if payload and not isinstance(headers[0], Meth):
-        raise MrcError(Reason.LENGTH, f"{len(payload)} bytes behind opcode {bth.opcode:#x}")
-    if bth.pad > len(payload) or len(payload) % 4:
-        raise MrcError(Reason.LENGTH, f"{bth.pad} bytes of padding in {len(payload)}")
-    return Message(bth, headers, payload[: len(payload) - bth.pad])
+    """The inverse of ``encode_message``; the payload is a part of ``data``, a view where that is one."""
+    bth = _decode_bth(data)
+    codec = STACK_CODECS[bth.opcode, bth.ts]
+    headers = codec.decode(data, _BTH_BYTES)
+    end = len(data) - bth.pad
+    size = end - _BTH_BYTES - codec.size
+    if size + bth.pad and type(headers[0]) is not Meth:
+        raise MrcError(Reason.LENGTH, f"{size + bth.pad} bytes behind opcode {bth.opcode:#x}")
+    if size < 0 or (size + bth.pad) % 4:
+        raise MrcError(Reason.LENGTH, f"{bth.pad} bytes of padding in {size + bth.pad}")
+    return Message(bth, headers, data[_BTH_BYTES + codec.size : end])
 
 
-def _decode_headers(data: bytes | memoryview) -> tuple[Bth, tuple[Any, ...], int]:
-    """BTH, as many of its headers as are whole, and where they end."""
+def _decode_bth(data: bytes | memoryview) -> Bth:
     bth = decode(Bth, data)
-    kinds = stack(bth.opcode, bth.ts)
-    if kinds is None:
+    if (bth.opcode, bth.ts) not in STACK_CODECS:
         raise MrcError(Reason.OPCODE, f"opcode {bth.opcode:#x} is not MRC's")
     if bth.tver:
         raise MrcError(Reason.OPCODE, f"transport version {bth.tver}")
+    return bth
+
+
+def _decode_cut(data: bytes | memoryview) -> Message:
+    """What is left of a trimmed message: BTH and those of its headers that are whole."""
+    bth = _decode_bth(data)
     headers: list[Any] = []
-    offset = CODECS[Bth].size
-    for kind in kinds:
-        codec = CODECS[kind]
-        if len(data) - offset < codec.size:
+    offset = _BTH_BYTES
+    for kind in stack(bth.opcode, bth.ts) or ():
+        if len(data) - offset < CODECS[kind].size:
             break
-        headers.append(codec.decode(data, offset))
-        offset += codec.size
-    return bth, tuple(headers), offset
+        headers.append(decode(kind, data, offset))
+        offset += CODECS[kind].size
+    return Message(bth, tuple(headers))
 
 
 # Frames.
@@ -191,25 +220,41 @@ def icrc(ip: Ipv6, udp: Udp, transport: bytes | memoryview) -> bytes:
     flow label, hop limit, UDP checksum, BTH byte 4.
     Source: IBTA volume 1, annex A17 (RoCEv2); over the inner packet, as outer headers are gone by then.
     """
-    masked = (
+    return _icrc(_front_crc(ip, udp), transport).to_bytes(ICRC_BYTES, "little")
+
+
+def _front_crc(ip: Ipv6, udp: Udp) -> int:
+    """The ICRC up to BTH."""
+    return zlib.crc32(
         _ICRC_PREFIX
         + _IPV6_INVARIANT.pack(0x6FFFFFFF, ip.length, ip.next_header, 0xFF, ip.src, ip.dst)
         + _UDP_INVARIANT.pack(udp.source_port, udp.port, udp.length, 0xFFFF)
-        + bytes(transport[:4])
-        + b"\xff"
     )
-    return zlib.crc32(transport[5:], zlib.crc32(masked)).to_bytes(4, "little")
 
 
-def encode_frame(frame: Frame, order: EntropyOrder = EntropyOrder.FLOW_LABEL_HIGH) -> bytes:
-    """Bytes of a whole (not trimmed) frame with its ICRC; MrcError when a value fits no field."""
+def _icrc(crc: int, head: bytes | memoryview, *more: bytes | memoryview) -> int:
+    """From BTH on."""
+    crc = zlib.crc32(head[5:], zlib.crc32(b"\xff", zlib.crc32(head[:4], crc)))
+    for part in more:
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
+class Front(NamedTuple):
+    """What stands in front of a BTH, and the ICRC up to there."""
+
+    data: bytes
+    crc: int
+
+
+def encode_front(frame: Frame, size: int, order: EntropyOrder = EntropyOrder.FLOW_LABEL_HIGH) -> Front:
+    """The headers in front of ``size`` bytes of message (BTH to padding); its content does not matter here."""
     if frame.trimmed:
         raise MrcError(Reason.VALUE, "a trimmed frame cannot be made anew", "encode the whole one and trim() it")
     if not 0 <= frame.entropy < 1 << 32:
         raise MrcError(Reason.VALUE, f"entropy {frame.entropy} does not fit", "give 32 bits")
     flow_label, source_port = entropy_fields(frame.entropy, order)
-    transport = encode_message(frame.message)
-    length = UDP_BYTES + len(transport) + ICRC_BYTES
+    length = UDP_BYTES + size + ICRC_BYTES
     traffic_class = frame.dscp << 2 | frame.ecn
     inner_class, inner_hops = traffic_class, frame.hop_limit
     outer = b""
@@ -227,25 +272,50 @@ def encode_frame(frame: Frame, order: EntropyOrder = EntropyOrder.FLOW_LABEL_HIG
         )
     ip = Ipv6(6, inner_class, flow_label, length, NEXT_UDP, inner_hops, frame.src, frame.dst)
     udp = Udp(source_port, frame.port, length)
-    return b"".join((outer, encode(ip), encode(udp), transport, icrc(ip, udp, transport)))
+    return Front(outer + encode(ip) + encode(udp), _front_crc(ip, udp))
 
 
-def decode_frame(
-    data: bytes,
+def seal(front: Front, head: bytes, message: Message) -> bytes:
+    """The frame: ``front``, ``message`` of which ``head`` is ``encode_headers``, ICRC."""
+    padding = bytes(message.bth.pad)
+    crc = _icrc(front.crc, head, message.payload, padding)
+    return b"".join((front.data, head, message.payload, padding, crc.to_bytes(ICRC_BYTES, "little")))
+
+
+def encode_frame(frame: Frame, order: EntropyOrder = EntropyOrder.FLOW_LABEL_HIGH) -> bytes:
+    """Bytes of a whole (not trimmed) frame with its ICRC; MrcError when a value fits no field."""
+    content = frame.message
+    head = encode_headers(content)
+    return seal(encode_front(frame, len(head) + len(content.payload) + content.bth.pad, order), head, content)
+
+
+class Arrived(NamedTuple):
+    """``frame`` without its message, which is to stand from ``start`` to ``end``, ICRC included; ``crc``: that of
+    its front."""
+
+    frame: Frame
+    start: int
+    end: int
+    crc: int
+
+
+_NOTHING = Message(Bth())
+
+
+def decode_front(
+    data: bytes | memoryview,
     *,
     port: int = UDP_PORT,
     order: EntropyOrder = EntropyOrder.FLOW_LABEL_HIGH,
     dscp: Dscp = DSCP,
-) -> Frame:
-    """A frame from the bytes behind its Ethernet header; what Ethernet padded it with is left off.
+) -> Arrived:
+    """What stands in front of the message in the bytes behind an Ethernet header.
 
     A trimmed frame is told by its DSCP, never by its length; its inner lengths and ICRC are not looked at.
     """
     first = _decode_ip(data, 0)
     trimmed = first.traffic_class >> 2 in (dscp.trimmed, dscp.trimmed_lasthop)
     end = IPV6_BYTES + first.length
-    if end > len(data):
-        raise MrcError(Reason.LENGTH, f"IPv6 length {first.length} in {len(data)} bytes")
     offset, ip = IPV6_BYTES, first
     if first.next_header == NEXT_IPV6:
         ip = _decode_ip(data[:end], IPV6_BYTES)
@@ -255,25 +325,14 @@ def decode_frame(
     udp = decode(Udp, data[:end], offset)
     if udp.port != port:
         raise MrcError(Reason.ENCAPSULATION, f"UDP port {udp.port} is not {port}")
-    body = memoryview(data)[offset + UDP_BYTES : end]
-    if trimmed:
-        bth, headers, _ = _decode_headers(body)
-        content = Message(bth, headers)
-    else:
-        if not end - offset == ip.length == udp.length:
-            raise MrcError(Reason.LENGTH, f"{end - offset} bytes with IPv6 {ip.length} and UDP {udp.length}")
-        if len(body) < CODECS[Bth].size + ICRC_BYTES:
-            raise MrcError(Reason.TRUNCATED, f"{len(body)} bytes in UDP")
-        transport = body[:-ICRC_BYTES]
-        if icrc(ip, udp, transport) != body[-ICRC_BYTES:]:
-            raise MrcError(Reason.ICRC, "invariant CRC does not match")
-        content = decode_message(transport)
+    if not trimmed and not end - offset == ip.length == udp.length:
+        raise MrcError(Reason.LENGTH, f"{end - offset} bytes with IPv6 {ip.length} and UDP {udp.length}")
     outer = first is not ip
-    return Frame(
+    frame = Frame(
         ip.src,
         ip.dst,
         entropy_of(ip.flow_label, udp.source_port, order),
-        content,
+        _NOTHING,
         first.traffic_class >> 2,
         first.traffic_class & ECN_MASK,
         first.hop_limit,
@@ -284,9 +343,37 @@ def decode_frame(
         ip.hop_limit if outer else 64,
         trimmed,
     )
+    return Arrived(frame, offset + UDP_BYTES, end, _front_crc(ip, udp))
 
 
-def _decode_ip(data: bytes, offset: int) -> Ipv6:
+def decode_inside(data: bytes | memoryview, arrived: Arrived) -> Message:
+    """The message behind a front; what Ethernet padded the frame with is left off."""
+    _, start, end, crc = arrived
+    if end > len(data):
+        raise MrcError(Reason.LENGTH, f"{end} bytes by IPv6's length in {len(data)}")
+    if arrived.frame.trimmed:
+        return _decode_cut(data[start:end])
+    if end - start < _BTH_BYTES + ICRC_BYTES:
+        raise MrcError(Reason.TRUNCATED, f"{end - start} bytes in UDP")
+    transport = data[start : end - ICRC_BYTES]
+    if _icrc(crc, transport) != int.from_bytes(data[end - ICRC_BYTES : end], "little"):
+        raise MrcError(Reason.ICRC, "invariant CRC does not match")
+    return decode_message(transport)
+
+
+def decode_frame(
+    data: bytes,
+    *,
+    port: int = UDP_PORT,
+    order: EntropyOrder = EntropyOrder.FLOW_LABEL_HIGH,
+    dscp: Dscp = DSCP,
+) -> Frame:
+    """A frame from the bytes behind its Ethernet header."""
+    arrived = decode_front(data, port=port, order=order, dscp=dscp)
+    return arrived.frame._replace(message=decode_inside(data, arrived))
+
+
+def _decode_ip(data: bytes | memoryview, offset: int) -> Ipv6:
     ip = decode(Ipv6, data, offset)
     if ip.version != 6:
         raise MrcError(Reason.ENCAPSULATION, f"IP version {ip.version}")

@@ -38,7 +38,7 @@ from typing import NamedTuple
 from net.errors import MrcError, NetError
 from net.mrc.datagram import Addressing, Datagram
 from net.mrc.endpoint import Completion, Endpoint
-from net.mrc.frame import ETHERNET_BYTES, decode_frame, encode_frame
+from net.mrc.frame import ETHERNET_BYTES
 from net.mrc.paths import PathSettings
 from net.mrc.ports import Ports
 from net.mrc.requestor import Identity, QpSettings
@@ -194,12 +194,12 @@ class LiveEndpoint:
             if data[12:14] != _IPV6:
                 continue
             try:
-                yield self._addressing.datagram(decode_frame(data[ETHERNET_BYTES:]))
+                yield self._addressing.decode(memoryview(data)[ETHERNET_BYTES:])
             except MrcError as error:
                 self.refused[error.reason.value] += 1
 
     def _send(self, datagram: Datagram) -> None:
         plane = plane_of(datagram.entropy)
-        frame = self._ports[plane].ethernet + encode_frame(self._addressing.frame(datagram))
+        frame = self._ports[plane].ethernet + self._addressing.encode(datagram)
         with contextlib.suppress(OSError):  # lost like any other: the port is down, or its queue full
             self._sockets[plane].send(frame)

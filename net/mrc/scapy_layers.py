@@ -118,5 +118,5 @@ def from_wire(message: frame.Message) -> Packet:
     packet: Packet = BTH(**message.bth._asdict())
     for header in message.headers:
         packet = packet / LAYERS[type(header)](**header._asdict())
-    body = message.payload + bytes(message.bth.pad)
+    body = bytes(message.payload) + bytes(message.bth.pad)
     return packet / Raw(body) if body else packet

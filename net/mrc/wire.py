@@ -20,7 +20,7 @@ import struct
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
 from net.errors import MrcError, Reason
 
@@ -348,7 +348,7 @@ def stack(bth_opcode: int, ts: int) -> tuple[type[tuple[Any, ...]], ...] | None:
     return kinds
 
 
-# The codec: each header is a few machine words, each field a shift and a mask in one of them.
+# The codec: a header is a few machine words, a field is one of them or a shift and a mask in one.
 
 H = TypeVar("H", bound=tuple[Any, ...])
 
@@ -378,79 +378,132 @@ def reconstructed() -> Iterator[tuple[str, str, str]]:
                 yield kind.__name__.upper(), spec.name, spec.bits.witness
 
 
-def _words(sizes: list[int]) -> list[int]:
-    """How many fields go into each word, with the fewest words of 8 to 128 bits."""
-    best: list[list[int] | None] = [None] * len(sizes) + [[]]
-    for first in reversed(range(len(sizes))):
-        for last in range(first + 1, len(sizes) + 1):
-            rest = best[last]
-            fits = sum(sizes[first:last]) in (_WORDS if last == first + 1 else (8, 16, 32, 64))
+def _words(parts: list[Bits]) -> list[int]:
+    """How many fields go into each word, with the fewest words of 8 to 128 bits; a signed field has its own."""
+    best: list[list[int] | None] = [None] * len(parts) + [[]]
+    for first in reversed(range(len(parts))):
+        for last in range(first + 1, len(parts) + 1):
+            rest, word = best[last], parts[first:last]
+            alone = last == first + 1
+            sizes = _WORDS if alone else (8, 16, 32, 64)
+            fits = sum(bits.size for bits in word) in sizes and (alone or not any(bits.signed for bits in word))
             if fits and rest is not None and (best[first] is None or len(rest) + 1 < len(best[first] or ())):
                 best[first] = [last - first, *rest]
-    assert best[0] is not None, f"{sizes} make no words"
+    assert best[0] is not None, f"{parts} make no words"
     return best[0]
 
 
+_SOURCE = """
+def encode(headers):
+    try:
+        {targets} = headers
+        if {misfits}:
+            refuse(headers)
+        return pack({words})
+    except error:
+        refuse(headers)
+
+def decode(data, offset=0):
+    try:
+        {names} = unpack(data, offset)
+    except error:
+        too_short(len(data) - offset)
+    return {headers}
+"""
+
+
 class Codec:
-    """Encodes and decodes one header."""
+    """Headers that stand one behind the other: one struct, and straight-line Python made from the declarations.
 
-    def __init__(self, kind: type[tuple[Any, ...]]) -> None:
-        specs = fields(kind)
-        self.name = kind.__name__.upper()
-        self._make: Callable[[list[Any]], Any] = getattr(kind, "_make")  # noqa: B009 (NamedTuple's, seen as tuple)
-        self._fields: list[tuple[str, int, int, int, int]] = []  # name, word, shift, mask (0: bytes), sign bit
-        code = ">"
-        start = 0
-        for word, count in enumerate(_words([spec.bits.size for spec in specs])):
-            left = total = sum(spec.bits.size for spec in specs[start : start + count])
-            code += _WORDS[total]
-            for spec in specs[start : start + count]:
-                left -= spec.bits.size
-                mask = 0 if spec.bits.size == 128 else (1 << spec.bits.size) - 1
-                self._fields.append((spec.name, word, left, mask, (mask + 1) >> 1 if spec.bits.signed else 0))
-            start += count
-        self._struct = struct.Struct(code)
-        self.size = self._struct.size
-        self._word_count = word + 1
+    ``encode(headers)`` gives their bytes, MrcError when a value does not fit its field. ``decode(data, offset=0)`` is
+    its inverse, MrcError when the bytes are too few. ``size`` counts all their bytes.
+    """
 
-    def encode(self, header: tuple[Any, ...]) -> bytes:
-        """Bytes of a header; MrcError when a value does not fit its field."""
-        words: list[Any] = [0] * self._word_count
-        for (name, word, shift, mask, sign), value in zip(self._fields, header):
-            if not mask:
-                if len(value) != 16:
-                    raise MrcError(Reason.VALUE, f"{self.name}.{name} has {len(value)} bytes", "give 16")
-                words[word] = value
-            elif -sign <= value <= mask - sign:
-                words[word] |= (value & mask) << shift
-            else:
-                raise MrcError(Reason.VALUE, f"{self.name}.{name} = {value} does not fit", f"at most {mask - sign}")
-        return self._struct.pack(*words)
+    encode: Callable[[tuple[Any, ...]], bytes]
+    decode: Callable[..., tuple[Any, ...]]
 
-    def decode(self, data: bytes | memoryview, offset: int = 0) -> Any:
-        """A header from the bytes at ``offset``; MrcError when they are too few."""
-        if len(data) - offset < self.size:
-            raise MrcError(Reason.TRUNCATED, f"{len(data) - offset} bytes where {self.name} needs {self.size}")
-        words = self._struct.unpack_from(data, offset)
-        return self._make(
-            [
-                (((words[word] >> shift & mask) ^ sign) - sign) if mask else words[word]
-                for _, word, shift, mask, sign in self._fields
-            ]
+    def __init__(self, *kinds: type[tuple[Any, ...]]) -> None:
+        self._name = " ".join(kind.__name__.upper() for kind in kinds)
+        code, targets, headers = ">", "", ""
+        words: list[str] = []
+        misfits = ["False"]
+        for index, kind in enumerate(kinds):
+            specs = [(f"f{index}_{n}", spec.bits) for n, spec in enumerate(fields(kind))]
+            targets += f"({''.join(f'{name}, ' for name, _ in specs)}), "
+            headers += f"new(kinds[{index}], ("
+            for count in _words([bits for _, bits in specs]):
+                group, specs = specs[:count], specs[count:]
+                name, left = f"w{len(words)}", sum(bits.size for _, bits in group)
+                code += _WORDS[left].lower() if group[0][1].signed else _WORDS[left]
+                terms = []
+                for field, bits in group:
+                    left -= bits.size
+                    if count == 1:
+                        terms.append(field)
+                        headers += f"{name}, "
+                    else:
+                        terms.append(f"{field} << {left}")
+                        headers += f"{name} >> {left} & {(1 << bits.size) - 1}, "
+                        misfits.append(f"{field} >> {bits.size}")
+                    if bits.size == 128:
+                        misfits.append(f"len({field}) != 16")
+                words.append(" | ".join(terms))
+            headers += ")), "
+        layout = struct.Struct(code)
+        self.size = layout.size
+        scope: dict[str, Any] = {
+            "kinds": kinds,
+            "new": tuple.__new__,
+            "pack": layout.pack,
+            "unpack": layout.unpack_from,
+            "error": struct.error,
+            "refuse": self._refuse,
+            "too_short": self._too_short,
+        }
+        source = _SOURCE.format(
+            targets=targets,
+            misfits=" or ".join(misfits),
+            words=", ".join(words),
+            names="".join(f"w{n}, " for n in range(len(words))),
+            headers=headers,
         )
+        exec(source, scope)
+        self.encode, self.decode = scope["encode"], scope["decode"]
+
+    @staticmethod
+    def _refuse(headers: tuple[tuple[Any, ...], ...]) -> NoReturn:
+        for header in headers:
+            for spec, value in zip(fields(type(header)), header):
+                name, size = f"{type(header).__name__.upper()}.{spec.name}", spec.bits.size
+                if size == 128:
+                    if len(value) != 16:
+                        raise MrcError(Reason.VALUE, f"{name} has {len(value)} bytes", "give 16")
+                    continue
+                most = (1 << size - spec.bits.signed) - 1
+                if not (-most - 1 if spec.bits.signed else 0) <= value <= most:
+                    raise MrcError(Reason.VALUE, f"{name} = {value} does not fit", f"at most {most}")
+        raise AssertionError(f"{headers} fit")
+
+    def _too_short(self, size: int) -> NoReturn:
+        raise MrcError(Reason.TRUNCATED, f"{size} bytes where {self._name} needs {self.size}")
 
 
 CODECS: dict[type[tuple[Any, ...]], Codec] = {kind: Codec(kind) for kind in HEADERS}
 
+STACK_CODECS: dict[tuple[int, int], Codec] = {
+    (opcode, ts): Codec(*(stack(opcode, ts) or ())) for opcode in STACKS for ts in (0, 1)
+}
+"""Of all that follows a BTH, by its opcode and ts."""
+
 
 def encode(header: tuple[Any, ...]) -> bytes:
     """Bytes of any header."""
-    return CODECS[type(header)].encode(header)
+    return CODECS[type(header)].encode((header,))
 
 
 def decode(kind: type[H], data: bytes | memoryview, offset: int = 0) -> H:
     """A header of ``kind`` from the bytes at ``offset``."""
-    header: H = CODECS[kind].decode(data, offset)
+    header: H = CODECS[kind].decode(data, offset)[0]
     return header
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from net.mrc.datagram import Addressing, Datagram
 from net.mrc.endpoint import Completion, Endpoint
-from net.mrc.frame import Message, decode_frame, encode_frame, trim
+from net.mrc.frame import Message, trim
 from net.mrc.paths import PathSettings
 from net.mrc.ports import Ports
 from net.mrc.requestor import Identity, QpSettings
@@ -68,7 +68,7 @@ class MrcHost:
         return Step(list(map(self._leaving, output.send)), wake_ps)
 
     def _leaving(self, datagram: Datagram) -> Packet:
-        content = datagram if self._wire is None else encode_frame(self._wire.frame(datagram))
+        content = datagram if self._wire is None else self._wire.encode(datagram)
         return Packet(
             self.host,
             datagram.peer,
@@ -95,7 +95,7 @@ class MrcHost:
         data: bytes = packet.content
         if packet.trimmed:
             data = trim(data, wire.dscp.trimmed_lasthop if packet.last_hop else wire.dscp.trimmed)
-        return wire.datagram(decode_frame(data))._replace(ce=packet.ce)
+        return wire.decode(data)._replace(ce=packet.ce)
 
     def write(
         self,

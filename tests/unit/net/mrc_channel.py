@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from net.mrc.datagram import Addressing, Datagram
 from net.mrc.endpoint import Completion, Endpoint, Kind
-from net.mrc.frame import DSCP, decode_frame, encode_frame, trim
+from net.mrc.frame import DSCP, encode_frame, trim
 from net.mrc.paths import PathSettings
 from net.mrc.requestor import Identity, QpSettings
 from net.srv6 import Plan
@@ -84,11 +84,11 @@ class Channel:
 
     def _copies(self, host: int, datagram: Datagram) -> Iterator[tuple[int, bytes]]:
         fate = self.fate(datagram)
-        frame = self._wires[host].frame(datagram)
-        if (fate.startswith("trim") and not datagram.is_data) or (fate == "mark" and not frame.ecn):
+        wire = self._wires[host]
+        if (fate.startswith("trim") and not datagram.is_data) or (fate == "mark" and datagram.is_control):
             fate = "pass"
         self.fates[fate] += 1
-        data = encode_frame(frame._replace(ecn=3) if fate == "mark" else frame)
+        data = encode_frame(wire.frame(datagram)._replace(ecn=3)) if fate == "mark" else wire.encode(datagram)
         if fate.startswith("trim"):
             yield DELAY_NS // 2, trim(data, DSCP.trimmed if fate == "trim" else DSCP.trimmed_lasthop)
         elif fate == "late":
@@ -108,7 +108,7 @@ class Channel:
             self.now_ns = max(self.now_ns, at_ns)
             if self._flying and self._flying[0][0] <= self.now_ns:
                 _, _, host, data = heapq.heappop(self._flying)
-                self.deliver(host, [self._wires[host].datagram(decode_frame(data))])
+                self.deliver(host, [self._wires[host].decode(memoryview(data))])
             else:
                 for wake, host in wakes:
                     if wake <= self.now_ns:
