@@ -542,5 +542,7 @@ class Client:
             "cntlid": self.controller.cntlid,
             "state": self.controller.state.value,
             "shadow_doorbells": bool(self.plane.record.shadow),
+            "mapped_doorbells": bool(self.plane.record.mapped),
+            "shared_memory": not self.plane.remote,
             "queues": queues,
         }

@@ -48,6 +48,11 @@ _RESTART = re.compile(r"worker \d+ died \(.*\), \d+ serves after ([\d.]+) ms")  
 
 Engine = Literal["dpud", "spdk"]
 
+TRANSPORT_OPTIONS = ("force_mappable_bar0", "disable_mappable_bar0", "disable_shadow_doorbells")
+LISTENER_OPTIONS = ("disable_msix", "allow_unsealed_memory")
+OWN_OPTIONS = ("force_mappable_bar0", *LISTENER_OPTIONS)
+"""Those that SPDK does not have."""
+
 
 @dataclass(frozen=True)
 class NamespaceConfig:
@@ -67,6 +72,7 @@ class ControllerConfig:
     namespaces: tuple[NamespaceConfig, ...] = (NamespaceConfig(),)
     serial: str = ""  # "": derived from the DPU's and the controller's name
     model: str = "dpu-emu"
+    options: tuple[str, ...] = ()  # of LISTENER_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,14 @@ class DpuConfig:
     """``cpus``: host CPUs of the pollers as a list, "0,2-3"; "" leaves the choice to the daemon.
 
     ``engine``: our ``dpud``, or the ``nvmf_tgt`` of the user's own SPDK (variable SPDK_DIR: its built source tree).
+    ``options``: of TRANSPORT_OPTIONS.
     """
 
     name: str
     controllers: tuple[ControllerConfig, ...] = ()
     cpus: str = ""
     engine: Engine = "dpud"
+    options: tuple[str, ...] = ()
 
 
 class DpuError(EmuError):
@@ -146,7 +154,8 @@ def backing_file(config: DpuConfig, controller: ControllerConfig, nsid: int, fil
 
 def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str, dict[str, Any]]]:
     """The JSON-RPC calls that make a bare dpud (or SPDK's nvmf_tgt) what ``config`` says, in order."""
-    calls: list[tuple[str, dict[str, Any]]] = [("nvmf_create_transport", {"trtype": "VFIOUSER"})]
+    transport = {"trtype": "VFIOUSER", **dict.fromkeys(config.options, True)}
+    calls: list[tuple[str, dict[str, Any]]] = [("nvmf_create_transport", transport)]
     for controller in config.controllers:
         name = nqn(config.name, controller.name)
         identity: dict[str, Any] = {
@@ -165,7 +174,8 @@ def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str
             calls.append(("nvmf_subsystem_add_ns", add))
         folder = str(listener_directory(directory, controller.name))
         address = {"trtype": "VFIOUSER", "traddr": folder, "trsvcid": "0"}
-        calls.append(("nvmf_subsystem_add_listener", {"nqn": name, "listen_address": address}))
+        listener = {"nqn": name, "listen_address": address, **dict.fromkeys(controller.options, True)}
+        calls.append(("nvmf_subsystem_add_listener", listener))
     return calls
 
 

@@ -6,12 +6,15 @@ lines wait for the VMs, end the daemons and remove what was made. Every plan has
 The commands are :func:`emu.lab.plan`'s, which are those of the lab itself. ``SPDK_RPC`` has a row for each JSON-RPC
 method in it: the arguments that make spdk-rpc send the same.
 
+A call with an option that SPDK does not have goes as a configuration, which spdk-rpc sends as it is.
+
 Limits: spdk-rpc takes the size of a null namespace in whole MiB only, and refuses the line of any other.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 import shlex
 import sys
@@ -20,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from emu.daemon import OWN_OPTIONS
 from emu.lab import LabConfig, Plan
 from emu.paths import cache_dir, runtime_path
 
@@ -27,7 +31,11 @@ _MIB = 1 << 20
 _PATIENCE = ["-r", "600", "-t", "300"]  # tries, 0.2 s apart, and seconds: the first dpud compiles its pollers
 
 SPDK_RPC: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
-    "nvmf_create_transport": lambda p: ["-t", p["trtype"]],
+    "nvmf_create_transport": lambda p: [
+        *("-t", p["trtype"]),
+        *["-M"] * ("disable_mappable_bar0" in p),
+        *["-S"] * ("disable_shadow_doorbells" in p),
+    ],
     "nvmf_create_subsystem": lambda p: [p["nqn"], "-a", "-s", p["serial_number"], "-d", p["model_number"]],
     "bdev_malloc_create": lambda p: ["-b", p["name"], _size_mib(p), p["block_size"]],
     "bdev_null_create": lambda p: [p["name"], _size_mib(p), p["block_size"]],
@@ -102,6 +110,9 @@ def _lines(plan: dict[str, Any]) -> Iterator[str]:
 def _spdk_rpc(directory: Path, method: str, parameters: dict[str, Any]) -> list[str]:
     beside = Path(sys.executable).with_name("spdk-rpc")  # of this virtual environment, which need not be activated
     command = [str(beside) if beside.exists() else "spdk-rpc", *_PATIENCE, "-s", str(directory / "rpc")]
+    if any(option in parameters for option in OWN_OPTIONS):
+        config = {"subsystems": [{"subsystem": "nvmf", "config": [{"method": method, "params": parameters}]}]}
+        return [*command, "load_config", "-j", json.dumps(config)]
     return [*command, method, *map(str, SPDK_RPC[method](parameters))]
 
 

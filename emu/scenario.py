@@ -43,6 +43,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dpu.errors import EmuError, UsageError
 from dpu.host_memory import memory_available_bytes
+from emu.daemon import LISTENER_OPTIONS, OWN_OPTIONS, TRANSPORT_OPTIONS
 from emu.fabric.spec import FabricSpec
 from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
 from emu.toml_lines import Path as KeyPath
@@ -84,6 +85,8 @@ class ControllerSpec(_Spec):
     namespaces: tuple[NamespaceSpec, ...] = Field(default=(NamespaceSpec(),), min_length=1, max_length=32)
     serial: str = Field(default="", max_length=20, pattern=r"^[\x21-\x7e]*$")  # NVMe base 2.0, Identify: SN
     model: str = Field(default="dpu-emu", max_length=40, pattern=r"^[\x20-\x7e]+$")  # MN
+    disable_msix: bool = False
+    allow_unsealed_memory: bool = False
 
 
 class DpuSpec(_Spec):
@@ -92,6 +95,15 @@ class DpuSpec(_Spec):
     engine: Literal["dpud", "spdk"] = "dpud"
     """"spdk": the user's own ``nvmf_tgt`` from SPDK_DIR in place of ``dpud``."""
     nvme: dict[str, ControllerSpec] = Field(default={}, max_length=CONTROLLERS_MAX)
+    force_mappable_bar0: bool = False
+    disable_mappable_bar0: bool = False
+    disable_shadow_doorbells: bool = False
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DpuSpec:
+        if self.force_mappable_bar0 and self.disable_mappable_bar0:
+            raise ValueError("force_mappable_bar0 and disable_mappable_bar0 exclude each other; leave one out")
+        return self
 
 
 class VmSpec(_Spec):
@@ -103,6 +115,8 @@ class VmSpec(_Spec):
     disk: str | None = None
     qemu_args: tuple[str, ...] = ()
     nvme: tuple[str, ...] = Field(default=(), max_length=ROOT_PORTS_MAX)
+    share_memory: bool = True
+    """False: no daemon can map its memory; each byte is asked for by a message."""
     host: str | None = None
     """The fabric's host whose place it takes: a network card there."""
 
@@ -177,6 +191,7 @@ class Scenario:
             disks=() if vm.disk is None else (DiskConfig(self.folder / vm.disk),),
             qemu_args=vm.qemu_args,
             host=vm.host,
+            share_memory=vm.share_memory,
         )
 
     def _dpu(self, name: str, dpu: DpuSpec) -> DpuConfig:
@@ -189,10 +204,12 @@ class Scenario:
                 ),
                 serial=controller.serial,
                 model=controller.model,
+                options=_chosen(controller, LISTENER_OPTIONS),
             )
             for controller_name, controller in dpu.nvme.items()
         )
-        return DpuConfig(name, controllers, cpus=",".join(map(str, dpu.cpus)), engine=dpu.engine)
+        cpus, options = ",".join(map(str, dpu.cpus)), _chosen(dpu, TRANSPORT_OPTIONS)
+        return DpuConfig(name, controllers, cpus=cpus, engine=dpu.engine, options=options)
 
     def _path(self, path: str | None) -> Path | None:
         return None if path is None else self.folder / path
@@ -288,6 +305,7 @@ class _Checker:
         vms = self.named_parts("vm", VmSpec)
         self.check_attachments()
         self.check_shared(vms, dpus)
+        self.check_engines(vms, dpus)
         self.check_machine(vms, dpus)
         workloads = self.workloads()
         fabric: FabricSpec | None = None
@@ -376,6 +394,20 @@ class _Checker:
                 take((*path, "namespaces", index, "path"), spec.path)
         for name, vm in vms.items():
             take(("vm", name, "disk"), vm.disk)
+
+    def check_engines(self, vms: Mapping[str, VmSpec], dpus: Mapping[str, DpuSpec]) -> None:
+        """SPDK is asked for nothing that only dpud can."""
+        theirs = {name for name, dpu in dpus.items() if dpu.engine == "spdk"}
+        parts: list[tuple[KeyPath, BaseModel]] = [(("dpu", name), dpus[name]) for name in theirs]
+        parts += [(path, one) for path, one in _controllers(dpus) if path[1] in theirs]
+        for path, part in parts:
+            for option in _chosen(part, OWN_OPTIONS):
+                self.problem((*path, option), f'{option} is of dpud; leave it out, or engine = "spdk"')
+        for name, vm in vms.items():
+            for device in vm.nvme:
+                if not vm.share_memory and split_device(device)[0] in theirs:
+                    message = f"SPDK, the engine of {device}, must map the VM's memory; leave share_memory out"
+                    self.problem(("vm", name, "share_memory"), message)
 
     def check_hosts(self, vms: Mapping[str, VmSpec], fabric: FabricSpec | None) -> None:
         """Every VM's host is one of the fabric, and nobody else's."""
@@ -576,6 +608,11 @@ class _Checker:
             self.problem(path, f"{error.message}; {error.hint}")
 
 
+def _chosen(part: BaseModel, options: Sequence[str]) -> tuple[str, ...]:
+    """Those of ``options`` that are on in ``part``."""
+    return tuple(option for option in options if getattr(part, option, False))
+
+
 def _controllers(dpus: Mapping[str, DpuSpec]) -> Iterator[tuple[KeyPath, ControllerSpec]]:
     """Every controller and where it is."""
     for name, dpu in dpus.items():
@@ -606,6 +643,9 @@ _SAME = (
     {"runtime", "time", "duration"},
     {"memory", "ram", "mem"},
     {"vcpus", "cpus", "smp"},
+    {"share_memory", "share", "shared", "unshared"},
+    {"force_mappable_bar0", "mapped", "mapped_doorbells"},
+    {"disable_msix", "msi", "msi_only"},
 )
 """What other tools call a key: a better guess than the spelling is."""
 

@@ -73,6 +73,7 @@ class VmConfig:
     disks: tuple[DiskConfig, ...] = ()
     qemu_args: tuple[str, ...] = ()  # added at the end, as given
     host: str | None = None  # of the lab's fabric: the VM gets a network card in its place
+    share_memory: bool = True  # False: its daemons must ask QEMU for every byte
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,8 @@ def qemu_command(config: VmConfig, platform: Platform, paths: VmPaths, *, incomi
     khz = None if kvm else tsc_khz(Path("/proc/cpuinfo").read_text())  # KVM tells the guest by itself
     append = f"{image.kernel_args(khz)} {config.kernel_args}".strip()
     log = f"logfile={_escaped(paths.console)},logappend=on"
+    # shared and sealed: the daemon maps the memory. Of a memfd it would get the descriptor without share=on too.
+    kind, share = ("memfd", "on") if config.share_memory else ("ram", "off")
     command = [
         *platform.qemu.command(),
         *("-name", config.name),
@@ -148,8 +151,7 @@ def qemu_command(config: VmConfig, platform: Platform, paths: VmPaths, *, incomi
         *("-cpu", "host" if kvm else "max"),
         *("-smp", str(config.vcpus)),
         *("-m", f"{config.memory_mib}M"),
-        # shared and sealed: the daemon maps the guest's memory
-        *("-object", f"memory-backend-memfd,id=ram,size={config.memory_mib}M,share=on"),
+        *("-object", f"memory-backend-{kind},id=ram,size={config.memory_mib}M,share={share}"),
         *("-device", "virtio-serial-pci,id=serial,max_ports=2,addr=2"),
         *("-chardev", f"socket,id=agent,path={_escaped(paths.agent)},server=on,wait=off"),
         *("-device", f"virtserialport,chardev=agent,name={AGENT_PORT}"),

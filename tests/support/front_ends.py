@@ -21,18 +21,21 @@ import pytest
 @dataclass(frozen=True)
 class FrontEnd:
     """`connect`: how the driver connects (arguments of `Nvme`); `listener`: options of the listener it comes by;
-    `shadow`: shadow doorbells are offered."""
+    `shadow`: shadow doorbells are offered. `transport` and `vm`: what makes QEMU connect in that way, as options of
+    the transport and in a scenario's `[vm.NAME]`; `listener` and `transport` are keys of scenarios too."""
 
     name: str
     connect: Mapping[str, Any] = field(default_factory=dict)
     listener: Mapping[str, bool] = field(default_factory=dict)
     shadow: bool = True
+    transport: Mapping[str, bool] = field(default_factory=dict)
+    vm: Mapping[str, bool] = field(default_factory=dict)
 
 
 TRAPPED = FrontEnd("trapped")
-MAPPED = FrontEnd("mapped", {"capabilities": {}}, shadow=False)
+MAPPED = FrontEnd("mapped", {"capabilities": {}}, shadow=False, transport={"force_mappable_bar0": True})
 MSI = FrontEnd("msi", listener={"disable_msix": True})
-UNSHARED = FrontEnd("unshared", {"shared": False}, shadow=False)
+UNSHARED = FrontEnd("unshared", {"shared": False}, shadow=False, vm={"share_memory": False})
 ALL = (TRAPPED, MAPPED, MSI, UNSHARED)
 
 

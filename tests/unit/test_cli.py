@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import emu.lab
 import emu.run
 import emu.scenario
 from dpu.errors import EmuError
+from dpu.target import Transport
 from emu import cli
 from emu.accel import Accel
 from emu.daemon import rpc_calls
@@ -30,6 +32,7 @@ from emu.report import Report
 from emu.scenario import ScenarioError, parse
 from emu.vm import Platform
 from emu.workloads import Result, Sample
+from tests.support.rpc_host import serving
 
 PLATFORM = Platform(
     Qemu(Path("/opt/qemu-system-x86_64"), "11.1", "user"),
@@ -358,6 +361,24 @@ def test_spdk_rpc_lines_send_what_the_lab_sends() -> None:
         request = json.loads(done.stdout.partition("Request:")[2])
         assert request["method"] == method
         assert set_parameters(request["params"]) == parameters
+
+
+def test_spdk_rpc_lines_send_the_options_of_front_ends() -> None:
+    """The judge is the target that they configure."""
+    with tempfile.TemporaryDirectory(prefix="dpu-t-") as folder, serving(Path(folder)) as (socket, _, target):
+        text = (
+            "[vm.a]\n[dpu.d]\ndisable_mappable_bar0 = true\ndisable_shadow_doorbells = true\n"
+            "[dpu.d.nvme.c]\ndisable_msix = true\nallow_unsealed_memory = true\nnamespaces = [{ size = '1M' }]\n"
+        )
+        config = parse(text, "x.toml", Path()).lab_config()
+        place = Place(Path(folder), Path(folder))
+        Path(folder, "d/c").mkdir(parents=True)
+        shown = as_json(config, plan(config, PLATFORM, place.directory, place.files), place)
+        for line in shown["dpus"]["d"]["spdk_rpc"]:
+            subprocess.run([socket if word == f"{folder}/d/rpc" else word for word in line], check=True, timeout=60)
+        assert target.transport == Transport(disable_mappable_bar0=True, disable_shadow_doorbells=True)
+        (listener,) = (one for subsystem in target.subsystems.values() for one in subsystem.listeners.values())
+        assert listener.options == {"disable_msix": True, "allow_unsealed_memory": True}
 
 
 def set_parameters(parameters: dict[str, Any]) -> dict[str, Any]:

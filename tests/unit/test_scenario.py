@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 import emu.scenario
 from dpu import layout
+from dpu.target import Listener, Transport
+from emu.daemon import LISTENER_OPTIONS, TRANSPORT_OPTIONS, rpc_calls
 from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
 from emu.scenario import CONTROLLERS_MAX, ScenarioError, load, parse
 from emu.units import format_duration, format_size, parse_duration, parse_size
@@ -216,6 +219,18 @@ BASE = '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n'
         (BASE + 'namespaces = [{ path = "x" }]\n', '4: path goes with backend = "file"'),
         (BASE + 'namespaces = [{ size = "1000B" }]\n', "4: size 1000 is not a multiple of block_size 512"),
         (BASE + 'serial = "S"\n[dpu.d.nvme.e]\nserial = "S"\n', '6: serial "S" is used twice'),
+        ('[vm.a]\nshared = false\n', '2: unknown key "shared"; did you mean "share_memory"? (in [vm.a])'),
+        ("[vm.a]\n[dpu.d]\nmapped = true\n", '3: unknown key "mapped"; did you mean "force_mappable_bar0"?'),
+        (BASE + "disable_msi = true\n", '4: unknown key "disable_msi"; did you mean "disable_msix"?'),
+        (BASE + "msi_only = true\n", '4: unknown key "msi_only"; did you mean "disable_msix"?'),
+        (BASE + 'disable_msix = "maybe"\n', "4: nvme.c.disable_msix: input should be a valid boolean"),
+        ("[vm.a]\n[dpu.d]\nforce_mappable_bar0 = true\ndisable_mappable_bar0 = true\n",
+         "2: force_mappable_bar0 and disable_mappable_bar0 exclude each other; leave one out"),
+        (BASE + 'disable_msix = true\n[dpu.d]\nengine = "spdk"\n',
+         '4: disable_msix is of dpud; leave it out, or engine = "spdk"'),
+        ('[vm.a]\n[dpu.d]\nengine = "spdk"\nforce_mappable_bar0 = true\n', "4: force_mappable_bar0 is of dpud"),
+        ('[vm.a]\nshare_memory = false\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n[dpu.d]\nengine = "spdk"\n',
+         "2: SPDK, the engine of d.c, must map the VM's memory; leave share_memory out"),
         (BASE + 'namespaces = [{backend="file",path="f"},\n{backend="file",path="./f"}]\n', "5: file ./f is"),
     ],
 )  # fmt: skip
@@ -249,6 +264,47 @@ def test_a_file_of_another_size_is_refused_and_one_that_is_busy_elsewhere_not(tm
     )
     os.truncate(tmp_path / "f", 1 << 20)
     parse(text, "x.toml", tmp_path)
+
+
+def test_front_ends_are_the_options_of_transport_and_listener() -> None:
+    text = """\
+[vm.a]
+nvme = ["own.c", "own.e", "theirs.c"]
+[vm.b]
+share_memory = false
+[dpu.own]
+force_mappable_bar0 = true
+disable_shadow_doorbells = true
+[dpu.own.nvme.c]
+disable_msix = true
+allow_unsealed_memory = true
+[dpu.own.nvme.e]
+disable_msix = false
+[dpu.theirs]
+engine = "spdk"
+disable_mappable_bar0 = true
+[dpu.theirs.nvme.c]
+"""
+    config = parse(text, "x.toml", Path()).lab_config()
+    assert [vm.share_memory for vm in config.vms] == [True, False]
+    asked = [
+        (method, {name for name, value in parameters.items() if value is True} - {"allow_any_host"})
+        for dpu in config.dpus
+        for method, parameters in rpc_calls(dpu, Path("/d"), Path("/f"))
+        if method in ("nvmf_create_transport", "nvmf_subsystem_add_listener")
+    ]
+    assert asked == [
+        ("nvmf_create_transport", {"force_mappable_bar0", "disable_shadow_doorbells"}),
+        ("nvmf_subsystem_add_listener", {"disable_msix", "allow_unsealed_memory"}),
+        ("nvmf_subsystem_add_listener", set()),
+        ("nvmf_create_transport", {"disable_mappable_bar0"}),
+        ("nvmf_subsystem_add_listener", set()),
+    ]
+
+
+def test_options_are_those_that_the_card_has() -> None:
+    assert set(TRANSPORT_OPTIONS) == {one.name for one in fields(Transport)} - {"disable_adaptive_irq"}
+    assert set(LISTENER_OPTIONS) == set(Listener("nqn", "/d", "0").options)
 
 
 def test_limits_are_the_card_s() -> None:

@@ -54,6 +54,8 @@ def test_guest_memory_is_shared_and_of_the_size_asked_for(platform: Platform) ->
     assert values(command, "-m") == ["768M"]
     assert values(command, "-smp") == ["3"]
     assert "memory-backend=ram" in values(command, "-machine")[0].split(",")
+    private = qemu_command(VmConfig("vm0", memory_mib=768, share_memory=False), platform, PATHS)
+    assert values(private, "-object") == ["memory-backend-ram,id=ram,size=768M,share=off"]
 
 
 def test_accelerators(platform: Platform) -> None:
