@@ -18,6 +18,8 @@ The state area, in order::
     delivered x QUEUES, copies of CQs  for guest memory that is not shared (dpu.remote)
     blob              control's own state as JSON (dpu.channel.ConfigStore)
 
+A group of volumes has a kept area of its own, at the end of this module.
+
 64-bit fields are signed: numba turns mixtures of uint64 and int64 into floats. Counters of fetched and posted
 entries grow for ever; queue positions and the phase are derived from them (position = count modulo entries, phase =
 1 in even rounds), so one 8-byte store moves head and phase at once.
@@ -250,6 +252,7 @@ KIND_ABSENT: Final = 0
 KIND_NULL: Final = 1
 KIND_MEMORY: Final = 2
 KIND_FILE: Final = 3
+KIND_VOLUME: Final = 4
 
 SEGMENT: Final = _words("host", "length")  # the kernel's struct iovec
 SEGMENT_LIST_BYTES: Final = SEGMENTS * SEGMENT.itemsize  # of one slot
@@ -450,6 +453,117 @@ URING_CQE: Final = np.dtype([("user_data", "<i8"), ("res", "<i4"), ("cqe_flags",
 for _dtype in (INFLIGHT, POLLFD, DOORBELL, URING_SQE, URING_CQE):
     _record(_fields(_dtype), _dtype.itemsize)  # refuses clashing names
 assert URING_SQE.itemsize == 64 and URING_CQE.itemsize == 16 and CQE.itemsize == 16 and SQE.itemsize == 64
+
+# ---------------------------------------------------------------------------------------- volumes: kept, by group
+#
+# A sparse memfd per group, its parts at fixed offsets in this order::
+#
+#     GROUP             magic, version, cluster size, next epoch (one page)
+#     GROUP_BACKING x BACKINGS   where a back end's clusters begin in STATE
+#     VOLUME x VOLUMES_MAX
+#     root words        the leaves of each volume, a run of words each; 0: no leaf, so leaf 0 is never used
+#     leaf epochs       a word per leaf: the epoch that it was made in
+#     leaf states, cluster states   a byte each; control alone touches them
+#     poller areas      AREAS of them: pool, leaf pool, log; the last one is control's own
+#     leaves            LEAF_ENTRIES entries each
+#
+# Entry of a leaf: bits 0-31 cluster, 32-39 back end (together the cluster's place), 40-62 birth epoch, at least 1.
+# 0 is unmapped and reads as zeroes. An entry may be written in place (it is owned) if its birth is the volume's
+# epoch; a leaf is owned if its epoch is. See dpu.volumes.area for what is written when.
+
+GROUP_MAGIC: Final = 0x31505552474D5544  # "DUMGRUP1"
+GROUP: Final = _words("magic", "version", "cluster_shift", "next_epoch", size=PAGE)
+GROUP_BACKING: Final = _words("first", "clusters", size=32)
+BACKINGS: Final = 256
+VOLUMES_MAX: Final = 16384
+VOLUME: Final = _words(
+    "state",
+    "epoch",
+    "clusters",  # logical size; no larger index is looked up
+    "root",  # its first root word
+    "root_words",  # that its run has room for
+    "thick",  # 1: Deallocate zeroes, and takes no cluster away
+    "readonly",  # control's, as the next
+    "root_changed",  # the database has other root words
+    "changes",  # of the map, ever: counted before the change is made
+    "committed",  # so many of them are durable
+    size=128,
+)
+VOLUME_ABSENT: Final = 0
+VOLUME_PENDING: Final = 1  # being made or deleted: dropped if the worker dies
+VOLUME_LIVE: Final = 2
+VOLUME_CHANGES: Final = offset_of(VOLUME, "changes")
+
+PLACE_BITS: Final = 40
+PLACE: Final = (1 << PLACE_BITS) - 1
+BACKING_SHIFT: Final = 32
+CLUSTER: Final = (1 << BACKING_SHIFT) - 1  # clusters per back end
+EPOCH_MAX: Final = (1 << 23) - 1
+LEAF_BITS: Final = 9
+LEAF_ENTRIES: Final = 1 << LEAF_BITS
+CLUSTER_SHIFTS: Final = range(12, 27)  # 4 KiB to 64 MiB
+
+# What a cluster is; see dpu.volumes.
+CLUSTER_DIRTY: Final = 0  # free, holds somebody's data
+CLUSTER_CLEAN: Final = 1  # free, reads as zeroes
+CLUSTER_POOLED: Final = 2  # clean, in a poller's pool
+CLUSTER_USED: Final = 3
+CLUSTER_LEAVING: Final = 4  # unmapped: free when that is durable and nobody uses it any more
+LEAF_FREE: Final = 0
+LEAF_POOLED: Final = 1
+LEAF_USED: Final = 2
+LEAF_CHANGED: Final = 3  # used, and not as the database has it
+
+# Change of a map by a poller (or control), for control. Valid if ``sequence``, stored last, is its number in the log
+# plus 1. ``old`` and ``new`` are entries; of LOG_LEAF root words, and ``index`` is that of the root word.
+LOG_RECORD: Final = _words("sequence", "action", "volume", "index", "old", "new", size=64)
+LOG_RECORD_BYTES: Final = LOG_RECORD.itemsize
+LOG_SEQUENCE: Final = offset_of(LOG_RECORD, "sequence")
+LOG_ALLOCATE: Final = 1  # 0 -> a cluster of the pool
+LOG_COPY: Final = 2  # an entry that is not owned -> a cluster of the pool with the same data
+LOG_FREE: Final = 3  # an owned entry -> 0
+LOG_DROP: Final = 4  # an entry that is not owned -> 0
+LOG_LEAF: Final = 5  # a root word -> a leaf of the leaf pool
+LOG_ENTRIES: Final = 16384
+LOG_BYTES: Final = RING_DATA + LOG_RECORD_BYTES * LOG_ENTRIES
+
+AREAS: Final = 65
+CONTROL_AREA: Final = AREAS - 1
+POOL_OFFSET: Final = 0  # RING of places
+LEAF_POOL_OFFSET: Final = POOL_OFFSET + -(-RING_BYTES // PAGE) * PAGE  # RING of leaf numbers
+LOG_OFFSET: Final = LEAF_POOL_OFFSET + -(-RING_BYTES // PAGE) * PAGE
+AREA_BYTES: Final = LOG_OFFSET + -(-LOG_BYTES // PAGE) * PAGE
+
+ROOT_WORDS: Final = 1 << 30
+LEAVES: Final = 1 << 27
+CLUSTERS_MAX: Final = 1 << 33  # of a group
+
+BACKINGS_OFFSET: Final = PAGE
+VOLUMES_OFFSET: Final = BACKINGS_OFFSET + BACKINGS * GROUP_BACKING.itemsize
+ROOTS_OFFSET: Final = VOLUMES_OFFSET + VOLUMES_MAX * VOLUME.itemsize
+LEAF_EPOCHS_OFFSET: Final = ROOTS_OFFSET + 8 * ROOT_WORDS
+LEAF_STATES_OFFSET: Final = LEAF_EPOCHS_OFFSET + 8 * LEAVES
+CLUSTER_STATES_OFFSET: Final = LEAF_STATES_OFFSET + LEAVES
+AREAS_OFFSET: Final = CLUSTER_STATES_OFFSET + CLUSTERS_MAX
+LEAVES_OFFSET: Final = AREAS_OFFSET + AREAS * AREA_BYTES
+LEAF_BYTES: Final = 8 * LEAF_ENTRIES
+GROUP_BYTES: Final = LEAVES_OFFSET + LEAVES * LEAF_BYTES
+
+# Worker-local: a group's parts as addresses, and its back ends.
+GROUP_LOCAL: Final = _words(
+    "roots",
+    "leaf_epochs",
+    "areas",
+    "leaves",
+    "backings",  # BACKING x BACKINGS
+    "volumes",
+    "cluster_shift",
+    "offload",  # 1: what is mapped, and for a write owned, does not pass through the soc
+    "durable",  # 1: Flush has something to make durable
+    "copy_max",  # larger clusters are copied by control
+    size=128,
+)
+BACKING: Final = _words("kind", "host", "fd", "direct_fd", "align", "start", size=64)  # start: byte of cluster 0
 
 # Named points where a test may end the worker (see dpu/killpoint.py); code 0 is "never".
 KILL_POINTS: Final = {

@@ -50,11 +50,12 @@ _IO_TYPES = (
 
 
 class Kind(enum.IntEnum):
-    """How the data path serves a block: not at all, by a copy, by a file request."""
+    """How the data path serves a block: not at all, by a copy, by a file request, by a map (dpu.volumes)."""
 
     NULL = 0
     MEMORY = 1
     FILE = 2
+    VOLUME = 3
 
 
 def os_error(code: int, reason: str = "") -> RpcError:
