@@ -276,6 +276,7 @@ QUEUE_LOCAL: Final = _words(
 
 CONTROLLER: Final = _words(
     "live",
+    "busy",  # ticks: when it had something to do last
     "index",
     "state",  # address of the state area
     "bar",  # address of the doorbell page
@@ -348,7 +349,11 @@ POLLER: Final = _words(
     "pid",
     "trace_ring",  # TRACE records behind TRACE_HEADER
     "trace_mask",  # entries - 1
-    size=256,
+    "looks",  # passes that have looked at all controllers
+    "looked",  # ticks: when the last one did
+    "look_ticks",  # after so long they are again
+    "quiet_ticks",  # a controller that had nothing for so long is not looked at meanwhile
+    size=320,
 )
 
 STOP: Final = offset_of(POLLER, "stop")

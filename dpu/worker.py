@@ -9,8 +9,8 @@ The packets are listed in dpu/keeper.py.
 
 Environment (set by the keeper or for measurements): NUMBA_CACHE_DIR; DPU_EMU_STAMPS=0 takes no time stamps on the
 data path, DPU_EMU_COUNTERS=0 counts nothing, DPU_EMU_SPIN=n idle passes before a poller sleeps, DPU_EMU_URING=0
-does file I/O in threads, DPU_EMU_NAP_US=n longest nap while a client has mapped its doorbells, DPU_EMU_TRACE=0
-compiles the trace out.
+does file I/O in threads, DPU_EMU_NAP_US=n longest nap while a client has mapped its doorbells, DPU_EMU_QUIET_US=n
+without a command make a controller quiet (dpu.fastpath.poller), DPU_EMU_TRACE=0 compiles the trace out.
 
 Errors: a fault of ours ends the process; the keeper starts the next one.
 """
@@ -40,7 +40,7 @@ from dpu.backends import Backend, FileBackend, Marks, MemoryBackend, marks_key
 from dpu.channel import Channel, ConfigStore, Health, Packet
 from dpu.errors import EmuError, RpcError, VfioUserError
 from dpu.fastpath.jit import TRACEABLE
-from dpu.fastpath.poller import NAP_US, SPIN_PASSES, Poller, compile_all, now, tick_rate
+from dpu.fastpath.poller import NAP_US, QUIET_US, SPIN_PASSES, Poller, compile_all, now, tick_rate
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
 from dpu.iostat import Row
@@ -252,7 +252,10 @@ class Worker:
             address = int(words.ctypes.data) + 8 * (Health.FIRST_POLLER + i)
             stamps, spin = bool(_flag("DPU_EMU_STAMPS", 1)), _flag("DPU_EMU_SPIN", SPIN_PASSES)
             nap_us = _flag("DPU_EMU_NAP_US", NAP_US)
-            poller = Poller(cpu if cpu >= 0 else None, address, ring, stamps=stamps, spin=spin, nap_us=nap_us)
+            quiet_us = _flag("DPU_EMU_QUIET_US", QUIET_US)
+            poller = Poller(
+                cpu if cpu >= 0 else None, address, ring, stamps=stamps, spin=spin, nap_us=nap_us, quiet_us=quiet_us
+            )
             poller.record.counters = _flag("DPU_EMU_COUNTERS", 1)
             poller.record.kill_point = layout.KILL_POINTS.get(killpoint.NAME, 0)
             poller.record.kill_after = killpoint.parse(os.environ.get(killpoint.VARIABLE, ""))[1]

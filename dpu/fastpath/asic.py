@@ -1304,26 +1304,46 @@ def signal(p: Any) -> None:
 
 @compiled
 def one_pass(p: Any, look: bool) -> int:
-    """One round over rings, io_uring and all controllers; ``look``: at their sockets too. How much was done."""
+    """One round over rings, io_uring and controllers; ``look``: at their sockets too. How much was done.
+
+    To find nothing costs a cache miss or two for each queue, which the commands of busy controllers would pay for. So
+    quiet controllers are looked at each ``look_ticks`` only, but always before the poller sleeps, when it is armed.
+    Passes can be long or short: counting them would bound neither what that costs nor what a first command waits.
+    """
     work = take_updates(p) + reap(p)
     controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    now, everywhere = 0, True
+    if p.controller_count > 1:
+        now = ticks()
+        everywhere = p.armed != 0 or not 0 <= now - p.looked < p.look_ticks
+    if everywhere:
+        p.looks += 1
+        p.looked = now
+    # With doorbells in memory the queues say by themselves what is new, and a system call would be most of an idle
+    # pass. The pass before sleeping always looks.
+    seldom = everywhere and (p.armed != 0 or p.looks & 63 == 0)
     for i in range(p.controller_count):
         c = controllers[i]
         if c.live == 0:
             continue
-        # With doorbells in memory the queues say by themselves what is new, and a system call would be most of an
-        # idle pass. The pass before sleeping always looks.
+        quiet = now - c.busy > p.quiet_ticks
+        if quiet and not everywhere:
+            continue
+        before = work
         trapped = c.shadow == 0 and c.mapped == 0
-        if look and c.attention == ATTENTION_NONE and (trapped or p.armed or p.passes & 63 == 0):
+        if c.attention == ATTENTION_NONE and (seldom or (trapped and (look or quiet))):
             work += drain_socket(p, c)
         if c.hold:
             continue
         if c.todo_begin != c.todo_end:
+            c.busy = now
             finish_todo(p, c)
         if c.recovering and c.todo_begin != c.todo_end:
             continue  # new commands wait for those of the last worker
         for k in range(c.live_count):
             work += serve_queue(p, c, load_u64(c.live_queues + 8 * k))
+        if work != before:
+            c.busy = now
     submit(p)
     signal(p)
     if p.kick:

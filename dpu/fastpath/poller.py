@@ -29,6 +29,8 @@ from dpu.fastpath.uring import NoRing, Ring
 SPIN_PASSES = 50
 IDLE_MS = 250
 NAP_US = 2000
+LOOK_US = 3
+QUIET_US = 100
 _PR_SET_TIMERSLACK = 29
 _LIBC = ctypes.CDLL(None)
 
@@ -67,7 +69,10 @@ def ns_multiplier(seconds: float = 0.02) -> int:
 
 
 class Poller:
-    """``cpu``: the CPU that the thread is bound to, or None. ``health``: address of its heartbeat word."""
+    """``cpu``: the CPU that the thread is bound to, or None. ``health``: address of its heartbeat word.
+
+    ``quiet_us``: how long a controller had nothing to do until it is looked at less often; 0: each pass looks at it.
+    """
 
     def __init__(
         self,
@@ -78,6 +83,7 @@ class Poller:
         stamps: bool = True,
         spin: int = SPIN_PASSES,
         nap_us: int = NAP_US,
+        quiet_us: int = QUIET_US,
     ) -> None:
         self.cpu = cpu
         self.ring = ring
@@ -103,6 +109,8 @@ class Poller:
         p.control_fd, p.wake_fd, p.health = self.control_fd, self.wake_fd, health
         p.spin, p.idle_ms, p.stamps, p.counters = spin, IDLE_MS, int(stamps), 1
         p.ns_mult, p.pid, p.nap_ns = ns_multiplier(), os.getpid(), nap_us * 1000
+        p.look_ticks = (LOOK_US * 1000 << 20) // ns_multiplier()
+        p.quiet_ticks = (quiet_us * 1000 << 20) // ns_multiplier() if quiet_us else 1 << 62
         self.trace: Any = None  # see make_trace
         self._thread: threading.Thread | None = None
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []

@@ -6,6 +6,9 @@ The guest's side (baseline.c: drive) is compiled C for both: it fills the queues
 stamp counter, takes the completions, rings. Both work on the same records, so nothing differs but the compiler and
 the source. Rounds alternate between the two; of each round the median pass counts, less an empty pass; the ratio is
 the median over rounds of neighbours' ratios. gcc is needed by this benchmark only.
+
+Beside that, what controllers without work cost the commands of another one, when they are quiet (DPU_EMU_QUIET_US)
+and when each pass looks at them: the mean of all passes but the slowest hundredth.
 """
 
 from __future__ import annotations
@@ -53,6 +56,8 @@ BUDGET = 1.15
 # off is the difference of two revisions: see BENCHMARKING.md.)
 SWITCHES = (("stamps", 1, 1, 0), ("no stamps", 0, 1, 0), ("no counters", 0, 0, 0), ("traced", 1, 1, 1))
 BUDGET_CASES = ("1x32 read 4k", "1x32 write 4k")
+BESIDE = (7, 31)  # controllers without work
+NEVER_QUIET = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -199,11 +204,20 @@ class Rig:
 
     IOVA = 0x1_0000_0000
 
-    def __init__(self, case: Case, library: ctypes.CDLL, backends: dict[bool, Any], mapping: Mapping) -> None:
+    def __init__(
+        self,
+        case: Case,
+        library: ctypes.CDLL,
+        backends: dict[bool, Any],
+        mapping: Mapping,
+        poller: Poller | None = None,
+    ) -> None:
         self.case, self.library = case, library
         self._health = np.zeros(8, np.int64)
-        self.poller = Poller(None, int(self._health.ctypes.data), NoRing(), spin=0)
-        self.poller.make_trace(1 << 15)
+        self.poller = poller or Poller(None, int(self._health.ctypes.data), NoRing(), spin=0)
+        self._own_poller = poller is None
+        if self._own_poller:
+            self.poller.make_trace(1 << 15)
         self._fds = [os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) for name in ("state", "bar", "ram")]
         for fd, size in zip(self._fds, (layout.STATE_BYTES, layout.BAR_FILE_BYTES)):
             os.ftruncate(fd, size)
@@ -218,8 +232,7 @@ class Rig:
         self.clients = (ClientQueue * case.queues)()
         for qid in range(1, case.queues + 1):
             self._open(qid)
-        record = self.poller.controllers[self.plane.index]
-        record.live = 1
+        self.plane.record.mapped = self.plane.record.live = 1
         self.poller.controllers_end(self.plane.index)
 
     def _make_ram(self, fd: int) -> None:
@@ -287,7 +300,12 @@ class Rig:
         return at, page
 
     def round(self, function: int, commands: int) -> tuple[float, float]:
-        """(median ticks of a pass, mean of the fastest nine tenths), per command."""
+        """Ticks of a pass: median, mean of the fastest nine tenths."""
+        times = self.times(function, commands)
+        return float(np.median(times)), float(times[: max(1, len(times) * 9 // 10)].mean())
+
+    def times(self, function: int, commands: int) -> Any:
+        """Ticks of the passes that ``commands`` took, the fastest first."""
         spans = np.zeros(commands + 16, np.uint32)
         passes = self.library.drive(
             function,
@@ -299,8 +317,7 @@ class Rig:
             spans.ctypes.data,
         )
         assert passes > 0, f"{self.case.name}: no progress or a bad status"
-        times = np.sort(spans[:passes].astype(np.float64))
-        return float(np.median(times)), float(times[: max(1, passes * 9 // 10)].mean())
+        return np.sort(spans[:passes].astype(np.float64))
 
     @property
     def per_pass(self) -> int:
@@ -321,7 +338,8 @@ class Rig:
 
     def close(self) -> None:
         self.plane.memory.close()
-        for fd in [*self._fds, *self.eventfds, self.poller.control_fd, self.poller.wake_fd]:
+        pollers = [self.poller.control_fd, self.poller.wake_fd] if self._own_poller else []
+        for fd in [*self._fds, *self.eventfds, *pollers]:
             os.close(fd)
 
 
@@ -363,6 +381,38 @@ def measure(rig: Rig, sides: dict[str, int], empty: int, rounds: int, commands: 
     }
 
 
+def measure_beside(
+    library: ctypes.CDLL, backends: dict[bool, Any], mapping: Mapping, function: int, rounds: int, commands: int
+) -> dict[str, dict[str, Any]]:
+    """Ratio of a command's time with controllers beside its own to that without, by how many there are."""
+    case = Case("1x1 read 4k, null, no interrupt", 1, 1, READ, 4096, HOT, interrupts=False, null=True)
+    empty = _address(library.empty_pass)
+
+    def cost(rig: Rig, quiet_ticks: int) -> float:
+        rig.poller.record.quiet_ticks = quiet_ticks
+        rig.round(function, 2000)  # the controllers are quiet after that
+        times = rig.times(function, commands)
+        return float(times[: max(1, len(times) * 99 // 100)].mean()) - rig.round(empty, 2000)[0]
+
+    found = {}
+    for beside in BESIDE:
+        alone = Rig(case, library, backends, mapping)
+        rig = Rig(case, library, backends, mapping)
+        others = [Rig(case, library, backends, mapping, rig.poller) for _ in range(beside)]
+        usual = int(rig.poller.record.quiet_ticks)
+        ratios: dict[str, list[float]] = {"quiet": [], "looked at": []}
+        for _ in range(rounds):
+            one = cost(alone, usual)
+            ratios["quiet"].append(cost(rig, usual) / one)
+            ratios["looked at"].append(cost(rig, NEVER_QUIET) / one)
+        found[str(beside)] = {name: common.spread(values) for name, values in ratios.items()}
+        for each in (*others, rig, alone):
+            each.close()
+    rows = [[beside, *(row[name]["median"] for name in row)] for beside, row in found.items()]
+    common.table(["controllers without work", "quiet", "looked at in each pass"], rows)
+    return found
+
+
 def run(arguments: argparse.Namespace) -> common.Report:
     report = common.Report("fastpath", arguments)
     cases = [case for case in CASES if not arguments.case or case.name in arguments.case]
@@ -393,6 +443,10 @@ def run(arguments: argparse.Namespace) -> common.Report:
             rows.append(row)
             print(*row, flush=True)
             rig.close()
+        if not arguments.case:
+            commands = min(arguments.bytes >> 12, 20_000)
+            beside = measure_beside(library, backends, mapping, product.address, arguments.rounds, commands)
+            report.results["beside controllers without work"] = beside
     report.results["cases"] = found
     budget = [found[name]["stamps"]["ratio"]["median"] for name in BUDGET_CASES if name in found]
     if budget:

@@ -378,6 +378,12 @@ def shadow_lab(kept: Kept, entries: int) -> tuple[Lab, GuestSq]:
     return lab, queue
 
 
+def never_look(lab: Lab) -> None:
+    """From now on every controller of the poller is quiet, and the time to look at it never comes."""
+    record = lab.poller.record
+    record.quiet_ticks, record.look_ticks, record.looked = 0, 1 << 62, 0
+
+
 def schedules(actions: int, steps: int) -> Iterator[tuple[int, ...]]:
     def extend(done: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(done) == actions:
@@ -389,15 +395,22 @@ def schedules(actions: int, steps: int) -> Iterator[tuple[int, ...]]:
     return extend(())
 
 
+@pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("start", [0, 3])  # the entry is the first one, or the one at which the queue wraps
-def test_no_submission_is_slept_through(delayed: bool, start: int) -> None:
-    """Every place of 'store the shadow' and of 'look at the event index' among the poller's steps."""
+def test_no_submission_is_slept_through(delayed: bool, start: int, quiet: bool) -> None:
+    """Every place of 'store the shadow' and of 'look at the event index' among the poller's steps.
+
+    ``quiet``: of a controller beside another that is looked at only because the poller is going to sleep.
+    """
     for at in schedules(2, 11):
-        with Kept() as kept:
+        with Kept() as kept, Kept() as beside:
             lab, queue = shadow_lab(kept, 4)
             for _ in range(start):
                 queue.do(lab, nv.FLUSH)
+            if quiet:
+                Lab(beside, PLAIN, poller=lab.poller).begin()
+                never_look(lab)
             ringer = Ringer(kept, TAIL_1)
             ringer.old = queue.tail
             queue.submit(nv.FLUSH)
@@ -435,6 +448,44 @@ def test_no_room_in_the_completion_queue_is_slept_through() -> None:
             Interleaving(lab, steps, at, delayed=True).run()
             assert len(cq.reap()) == 6, f"lost with the guest's steps at {at}"
             lab.close()
+
+
+def test_quiet_controllers_are_looked_at_seldom(engine: Any) -> None:
+    """A doorbell in memory and one at the socket: seen when the time has come and when the poller is armed.
+
+    A controller that is not quiet is looked at by each pass.
+    """
+    with Kept() as kept, Kept() as beside, Lab(kept, engine) as lab, Lab(beside, engine, poller=lab.poller) as other:
+        queues = [one.open_pair(1, 64) for one in (lab, other)]
+        lab.begin()
+        other.begin()
+        record = lab.poller.record
+        never_look(lab)
+        for name, value in (("armed", 1), ("look_ticks", 0)):
+            for queue in queues:
+                queue.submit(nv.FLUSH)
+            queues[0].ring()
+            post_doorbell(beside, TAIL_1, queues[1].tail)
+            assert lab.one_pass() == 0
+            usual = int(record[name])
+            record[name] = value
+            assert lab.one_pass() == 3
+            record[name] = usual
+            assert all(len(queue.cq.reap()) == 1 for queue in queues)
+        record.quiet_ticks = 1 << 60
+        queues[0].submit(nv.FLUSH)
+        queues[0].ring()
+        assert lab.one_pass() == 1
+
+
+def test_sockets_beside_doorbells_in_memory_are_looked_at_seldom(kept: Kept, lab: Lab) -> None:
+    """Each 64th time, and before sleeping."""
+    lab.plane.set_mapped(True)
+    post_doorbell(kept, HEAD_1, 1)
+    assert [lab.one_pass(look=True) for _ in range(64)] == [0] * 63 + [1]
+    post_doorbell(kept, HEAD_1, 2)
+    lab.poller.record.armed = 1
+    assert lab.one_pass(look=True) == 1
 
 
 def test_a_poller_that_is_awake_is_not_rung(kept: Kept, lab: Lab) -> None:
