@@ -43,7 +43,7 @@ from typing import NamedTuple
 from net.mrc.congestion import Nscc, NsccSettings, Window
 from net.mrc.datagram import Datagram
 from net.mrc.frame import Message, message
-from net.mrc.paths import EvProfile
+from net.mrc.paths import EvProfile, EvState
 from net.mrc.ports import Ports
 from net.mrc.wire import (
     TIMESTAMP_NS,
@@ -219,6 +219,8 @@ class Requestor:
             for ev in self.paths.probes_due(now_ns):
                 yield self._probe(now_ns, ev, of_suspect=True)
             for ev in sorted(self._doubted):
+                if self.paths.state(ev) is EvState.DENIED:
+                    continue
                 self.counters["gap probes"] += 1
                 yield self._probe(now_ns, ev)
             self._doubted.clear()

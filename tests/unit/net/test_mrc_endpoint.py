@@ -517,6 +517,21 @@ def test_a_port_goes_down_and_comes_back() -> None:
         assert channel.done(host) == [0] and channel.inside(host) == payload(60_000)
 
 
+def test_what_was_lost_with_the_peers_port_is_sent_again_and_never_probed_for() -> None:
+    """The writer cannot know what had arrived: a timeout tells, and no packet follows by the plane that is closed."""
+    channel = Channel(lambda datagram: "lose" if datagram.entropy >> 16 == 1 else "pass", SMALL)
+    channel.write(A, 0, payload(512), 0)
+    channel.deliver(A, [])
+    assert planes_used(channel, 0) == {0, 1}
+    channel.endpoints[B].set_port(1, up=False)
+    channel.deliver(B, [])
+    channel.run(until_ns=15_000)
+    closed = len(channel.sent)
+    channel.run()
+    assert {d.entropy >> 16 for d in channel.sent[closed:]} == {0}
+    assert channel.counters(A)[0]["retransmitted"] == 4 and channel.done(A) == [0]
+
+
 def test_a_port_update_is_repeated_until_answered() -> None:
     channel = Channel(lambda _: "lose", SMALL)
     channel.endpoints[A].set_port(0, up=False)
