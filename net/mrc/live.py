@@ -12,13 +12,17 @@ Use, in the host's namespace::
         mine.write(0x100, request_id=1, data=data, va=0, r_key=peer_key, immediate=7)
         for completion in mine.poll(timeout_s=0.1): ...   # nothing moves but inside poll
 
+Several endpoints in one thread: ``poll_all``.
 Time: ``poll`` reads the monotonic clock. If it is called long after the engine asked for it, it was descheduled, and
 no path is blamed (net.mrc.endpoint); nor is one while nothing at all is heard of the peer (net.mrc.requestor).
 Parameters: LIVE and LIVE_PATHS suit ports of 50 to 200 Mb/s on a shared machine. rate_bps: of each port, so that the
-queue is here and not in the host's port; None sends as fast as the window lets.
-Limits: root, IPv6. Round trips above 8 ms (16 bits of 128 ns) read too short, so congestion control (nscc) needs
-shorter ones. Errors: NetError, MrcError.
-Source: packet(7); net.mrc.frame for the frames.
+queue is here and not in the host's port; None sends as fast as the window lets. dilation: so many nanoseconds are one
+of the engine's, so a port of 10 Mb/s is one of 10 Gb/s to it with a dilation of 1000, and its time stamps, which end
+at 8 ms, reach 8 s. delay_ns: of the engine's time, that what arrives waits, as in the long cable that a veth is not.
+Limits: root, IPv6. Round trips above 8 ms of the engine's time (16 bits of 128 ns) read too short, so congestion
+control (nscc) needs shorter ones, or dilation. Errors: NetError, MrcError.
+Source: packet(7); net.mrc.frame for the frames; Gupta et al., To Infinity and Beyond: Time-Warped Network Emulation
+(NSDI 2006), for dilation.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ import select
 import socket
 import struct
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -83,17 +87,25 @@ class LiveEndpoint:
         *,
         seed: int | None = None,
         rate_bps: int | None = None,
+        dilation: int = 1,
+        delay_ns: int = 0,
+        baseline: bool = False,
     ) -> None:
+        """See the module; ``baseline``: queue pairs of net.mrc.rc."""
         self.plan = plan
         self.host = host
-        self.engine = Endpoint(random.Random(seed), ports=Ports(rate_bps))
+        self.dilation = dilation
+        ports_of_engine = Ports(None if rate_bps is None else rate_bps * dilation)
+        self.engine = Endpoint(random.Random(seed), baseline=baseline, ports=ports_of_engine)
         self.refused: Counter[str] = Counter()
         self._addressing = Addressing(plan, host)
         self._ports = dict(ports)
         self._up = dict.fromkeys(ports, True)
         self._sockets: dict[int, socket.socket] = {}
-        self._poll = select.poll()
+        self._poll = select.epoll()
         self._planes: dict[int, int] = {}
+        self._delay_ns = delay_ns * dilation
+        self._travelling: deque[tuple[int, Datagram]] = deque()  # with when it arrives
         self._wake_ns: int | None = 0
         self._look_ns = 0
         try:
@@ -112,7 +124,7 @@ class LiveEndpoint:
         made.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)
         for option in (_SO_RCVBUFFORCE, _SO_SNDBUFFORCE):
             made.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
-        self._poll.register(made, select.POLLIN)
+        self._poll.register(made, select.EPOLLIN)
         self._planes[made.fileno()] = plane
 
     def close(self) -> None:
@@ -120,6 +132,7 @@ class LiveEndpoint:
         for made in self._sockets.values():
             made.close()
         self._sockets.clear()
+        self._poll.close()
 
     def __enter__(self) -> LiveEndpoint:
         return self
@@ -139,10 +152,16 @@ class LiveEndpoint:
         """See Endpoint.unregister."""
         self.engine.unregister(key)
 
-    def connect(self, identity: Identity, settings: QpSettings = LIVE, paths: PathSettings = LIVE_PATHS) -> None:
-        """A queue pair over all paths to a peer; the peer makes its own with the ends exchanged."""
-        evs = self.plan.fabric.evs(self.host, identity.peer)
-        self.engine.connect(identity, evs, plane_of, settings, paths)
+    def connect(
+        self,
+        identity: Identity,
+        settings: QpSettings = LIVE,
+        paths: PathSettings = LIVE_PATHS,
+        evs: Sequence[int] | None = None,
+    ) -> None:
+        """A queue pair over ``evs`` (None: all paths) to a peer; the peer makes its own with the ends exchanged."""
+        mine = self.plan.fabric.evs(self.host, identity.peer) if evs is None else evs
+        self.engine.connect(identity, mine, plane_of, settings, paths)
 
     def write(
         self, qpn: int, request_id: int, data: bytes, va: int, r_key: int, immediate: int | None = None
@@ -153,26 +172,41 @@ class LiveEndpoint:
 
     def poll(self, timeout_s: float = 0) -> list[Completion]:
         """Receives and sends until something has completed, or for so long; what completed, in order."""
-        deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
-        while True:
-            completed = self._turn(deadline_ns)
-            if completed or time.monotonic_ns() >= deadline_ns:
-                return completed
+        return [completion for _, completion in poll_all([self], timeout_s)]
 
-    def _turn(self, deadline_ns: int) -> list[Completion]:
-        until_ns = deadline_ns if self._wake_ns is None else min(deadline_ns, self._wake_ns)
-        wait_ms = max(0.0, (until_ns - time.monotonic_ns()) / 1e6)
-        ready = [self._planes[fd] for fd, event in self._poll.poll(wait_ms) if event & select.POLLIN]
-        received = [datagram for plane in ready for datagram in self._receive(plane)]
+    # The event loop.
+
+    def fileno(self) -> int:
+        """Readable when a frame is there."""
+        return self._poll.fileno()
+
+    @property
+    def due_ns(self) -> int:
+        """When ``turn`` has something to do even if no frame comes; of the monotonic clock."""
+        times = [self._look_ns]
+        if self._wake_ns is not None:
+            times.append(self._wake_ns)
+        if self._travelling:
+            times.append(self._travelling[0][0])
+        return min(times)
+
+    def turn(self) -> list[Completion]:
+        """Takes what is there, lets the engine make a step, sends; what completed, in order."""
+        for fd, _ in self._poll.poll(0):
+            self._receive(self._planes[fd])
         now_ns = time.monotonic_ns()
         if now_ns >= self._look_ns:
             self._look_ns = now_ns + _LOOK_NS
             self._look_at_ports()
-        output = self.engine.step(now_ns, received)
-        self._wake_ns = output.wake_ns
+        output = self.engine.step(now_ns // self.dilation, self._arrived(now_ns))
+        self._wake_ns = None if output.wake_ns is None else output.wake_ns * self.dilation
         for datagram in output.send:
             self._send(datagram)
         return output.completions
+
+    def _arrived(self, now_ns: int) -> Iterator[Datagram]:
+        while self._travelling and self._travelling[0][0] <= now_ns:
+            yield self._travelling.popleft()[1]
 
     def _look_at_ports(self) -> None:
         """A port without carrier is down: that is the only thing about a path that a host can see by itself."""
@@ -184,8 +218,8 @@ class LiveEndpoint:
                 self._up[plane] = up
                 self.engine.set_port(plane, up=up)
 
-    def _receive(self, plane: int) -> Iterator[Datagram]:
-        made = self._sockets[plane]
+    def _receive(self, plane: int) -> None:
+        made, arrives_ns = self._sockets[plane], time.monotonic_ns() + self._delay_ns
         for _ in range(_BATCH):
             try:
                 data = made.recv(_FRAME_BYTES_MAX, socket.MSG_DONTWAIT)
@@ -194,12 +228,32 @@ class LiveEndpoint:
             if data[12:14] != _IPV6:
                 continue
             try:
-                yield self._addressing.decode(memoryview(data)[ETHERNET_BYTES:])
+                datagram = self._addressing.decode(memoryview(data)[ETHERNET_BYTES:])
             except MrcError as error:
                 self.refused[error.reason.value] += 1
+                continue
+            self._travelling.append((arrives_ns, datagram))
 
     def _send(self, datagram: Datagram) -> None:
         plane = plane_of(datagram.entropy)
         frame = self._ports[plane].ethernet + self._addressing.encode(datagram)
         with contextlib.suppress(OSError):  # lost like any other: the port is down, or its queue full
             self._sockets[plane].send(frame)
+
+
+def poll_all(endpoints: Sequence[LiveEndpoint], timeout_s: float = 0) -> list[tuple[LiveEndpoint, Completion]]:
+    """``poll`` of several endpoints by one thread: until something has completed at any of them, or for so long."""
+    waiting, by_fd = select.poll(), {endpoint.fileno(): endpoint for endpoint in endpoints}
+    for fd in by_fd:
+        waiting.register(fd, select.POLLIN)
+    deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+    while True:
+        until_ns = min(deadline_ns, *(endpoint.due_ns for endpoint in endpoints))
+        ready = {fd for fd, _ in waiting.poll(max(0.0, (until_ns - time.monotonic_ns()) / 1e6))}
+        now_ns = time.monotonic_ns()
+        completed: list[tuple[LiveEndpoint, Completion]] = []
+        for fd, endpoint in by_fd.items():
+            if fd in ready or endpoint.due_ns <= now_ns:
+                completed += [(endpoint, completion) for completion in endpoint.turn()]
+        if completed or now_ns >= deadline_ns:
+            return completed
