@@ -1,6 +1,6 @@
 """The entropy values of a queue pair: which may be used, which next, which are out and when they are tried again.
 
-    GOOD         in turn
+    GOOD         in turn, planes one after the other
     SKIP         passed over once, because of a mark or a trim: one episode costs one turn. When every EV in turn is
                  skipped, a backup of the plane takes the last one's place
     ASSUMED_BAD  out, a backup of the same plane in its place; probed until it answers often enough
@@ -11,7 +11,7 @@ Use: ``paths = EvProfile(evs, plane_of, PathSettings(), rng)``; ``ev = paths.nex
 Time: nanoseconds, passed in.
 Source: arXiv 2605.04333 sections 2.1, 2.4, 4 and 5.2.5 (marked, a flow moves to an inactive EV); OCP-MRC-1.0 sections
 9.1-9.4 and 11.2.2 through its readers. Probe intervals and counts, how many EVs are backups where nothing is said,
-and when a skip calls for a backup, are ours.
+when a skip calls for a backup, and that planes alternate inside the random order, are ours.
 """
 
 from __future__ import annotations
@@ -78,19 +78,19 @@ class EvProfile:
         wanted = settings.active or len(planes) * -(-3 * max(planes.values()) // 4)
         self._active = self._interleaved(evs)[:wanted]
         self._share = Counter(map(plane_of, self._active))
-        self._rng.shuffle(self._active)
         self._cursor = 0
         self._turns = 0
 
     def _interleaved(self, evs: Sequence[int]) -> list[int]:
-        """All EVs, one of each plane in turn, at random inside a plane."""
+        """All EVs, one of each plane in turn, so that no port gets two packets at once; at random otherwise."""
         planes: dict[int, list[int]] = {}
         for ev in evs:
             planes.setdefault(self._plane_of(ev), []).append(ev)
         for group in planes.values():
             self._rng.shuffle(group)
-        rounds = max(map(len, planes.values()))
-        return [group[n] for n in range(rounds) for group in planes.values() if n < len(group)]
+        groups = list(planes.values())
+        self._rng.shuffle(groups)
+        return [group[n] for n in range(max(map(len, groups))) for group in groups if n < len(group)]
 
     # What there is.
 
@@ -137,7 +137,7 @@ class EvProfile:
             self._cursor = 0
             self._turns += 1
             if self._turns % self.settings.reshuffle_turns == 0:
-                self._rng.shuffle(self._active)
+                self._active = self._interleaved(self._active)
         ev = self._active[self._cursor]
         self._cursor += 1
         return ev

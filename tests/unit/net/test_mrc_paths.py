@@ -41,6 +41,14 @@ def test_all_take_turns_and_the_order_changes() -> None:
     assert 1 < len(set(circles)) < 6
 
 
+@pytest.mark.parametrize("active", [8, 12, 16])
+def test_planes_take_turns_so_that_no_port_gets_two_packets_at_once(active: int) -> None:
+    """Two of one plane in a row would find its port full, and the second would lose its turn: an uneven spray."""
+    taken = take(profile(active=active, reshuffle_turns=2), 6 * active)
+    fours = [taken[n : n + 4] for n in range(0, len(taken), 4)]
+    assert all(sorted(map(plane_of, four)) == [0, 1, 2, 3] for four in fours)
+
+
 def test_a_skip_costs_one_turn_however_often_it_is_said() -> None:
     paths = profile(active=16)
     first = take(paths, 16)
