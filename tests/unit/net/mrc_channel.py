@@ -50,6 +50,7 @@ class Channel:
         self.endpoints: dict[int, Endpoint] = {}
         self.memory = {host: bytearray(CANARY + bytes(memory_bytes) + CANARY) for host in HOSTS}
         self.keys: dict[int, int] = {}
+        self.ports_down: frozenset[int] = frozenset()
         self._wires = {host: Addressing(Plan(FABRIC), host) for host in HOSTS}
         self._wakes: dict[int, int | None] = dict.fromkeys(HOSTS, 0)
         self._flying: list[tuple[int, int, int, bytes]] = []
@@ -64,6 +65,12 @@ class Channel:
         """``host`` writes at ``offset`` of its peer's memory."""
         peer = HOSTS[host == HOSTS[0]]
         self.endpoints[host].write(QPNS[host], request_id, data, 0x10000 + offset, self.keys[peer], immediate)
+        self._wakes[host] = self.now_ns
+
+    def turn_port(self, host: int, plane: int, *, up: bool) -> None:
+        """``host`` sees its port in ``plane`` go down or up; what flies there is for the fate to say."""
+        self.ports_down = self.ports_down - {host} if up else self.ports_down | {host}
+        self.endpoints[host].set_port(plane, up=up)
         self._wakes[host] = self.now_ns
 
     def inside(self, host: int) -> bytes:

@@ -35,7 +35,7 @@ from net.mrc.wire import (
     Tseth,
 )
 from tests.unit.net.mrc_cases import messages
-from tests.unit.net.mrc_channel import ACTIONS, HOSTS, QPNS, Channel, always, fates
+from tests.unit.net.mrc_channel import ACTIONS, FABRIC, HOSTS, QPNS, Channel, always, fates
 
 SMALL = QpSettings(pmtu_bytes=64, window_bytes=3000, timeout_ns=400_000, retries=25)
 A, B = HOSTS
@@ -66,7 +66,12 @@ def test_memory_is_equal_under_any_schedule(
 ) -> None:
     options = QpSettings(64, 3000, 128, 400_000, 25, 2, sack_packets)
     channel = Channel(fates(actions), options, psn=psn, memory_bytes=4300)
-    expected = {host: bytearray(4300) for host in HOSTS}
+    write_all_and_compare(channel, writes)
+
+
+def write_all_and_compare(channel: Channel, writes: list[tuple[int, int, bool]]) -> None:
+    """(writer, size, with an immediate or not), each behind the one before; memory and completions are right."""
+    expected = {host: bytearray(len(channel.inside(host))) for host in HOSTS}
     offsets = dict.fromkeys(HOSTS, 0)
     for number, (host, size, immediate) in enumerate(writes):
         data, start = payload(size, number), offsets[host]
@@ -82,6 +87,42 @@ def test_memory_is_equal_under_any_schedule(
         assert all(completion.status is Status.OK for completion in channel.completions[host])
         requestor = channel.endpoints[host].pairs[QPNS[host]].requestor
         assert requestor.idle and requestor.inflight_bytes == 0
+
+
+SPANS = st.tuples(st.integers(0, 60), st.integers(1, 60))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    WRITES,
+    st.lists(st.sampled_from(ACTIONS), max_size=80),
+    st.lists(st.tuples(SPANS, st.sampled_from(FABRIC.evs(A, B))), max_size=6),
+    st.lists(st.tuples(SPANS, st.sampled_from(HOSTS)), max_size=3),
+    st.sampled_from([0, 0xFFFFFA, 0x7FFFFE]),
+)
+def test_memory_is_equal_while_paths_and_ports_die(
+    writes: list[tuple[int, int, bool]],
+    actions: list[str],
+    kills: list[tuple[tuple[int, int], int]],
+    flaps: list[tuple[tuple[int, int], int]],
+    psn: int,
+) -> None:
+    """The same schedules, and for spans of so many datagrams from such a one on: paths swallow everything both ways,
+    and the port in plane 1 of a host is down, which that host sees."""
+    scheduled = fates(actions)
+
+    def fate(datagram: Datagram) -> str:
+        count = len(channel.sent)
+        down = {host for (start, size), host in flaps if start <= count < start + size}
+        for host in HOSTS:
+            if (host in down) != (host in channel.ports_down):
+                channel.turn_port(host, 1, up=host not in down)
+        dead = any(start <= count < start + size and ev == datagram.entropy for (start, size), ev in kills)
+        return "lose" if dead or (down and datagram.entropy >> 16 == 1) else scheduled(datagram)
+
+    options = QpSettings(64, 3000, 128, 400_000, 25, 2)
+    channel = Channel(fate, options, psn=psn, memory_bytes=4300, probe_interval_ns=300_000)
+    write_all_and_compare(channel, writes)
 
 
 @pytest.mark.parametrize("seed", range(6))
