@@ -68,8 +68,7 @@ class Plane:
         self.pending: list[tuple[int, Completion]] = []  # of parked commands, to be saved and then posted
         self.with_control = 0  # I/O commands that a thread of control is doing
         self.generation = 0  # grows with every close_all: answers to commands of before are dropped
-        self.refuse_dma: Callable[[bool], None] = lambda refusing: None  # as those of dpu.dma
-        self.late_writes: Callable[[], bool] = lambda: False
+        self.refuse_dma: Callable[[bool], None] = lambda refusing: None
         self._memory_of = memory_of
         self._backends: dict[int, Backend] = {}
         self._state = mmap.mmap(state_fd, layout.STATE_BYTES)
@@ -452,10 +451,14 @@ class Plane:
 
     # ------------------------------------------------------------------------------------------------ namespaces
 
-    def set_namespace(self, nsid: int, backend: Backend) -> None:
-        """Serve ``backend`` as ``nsid``, which was absent; the kind is stored last."""
+    def set_namespace(self, nsid: int, backend: Backend, block_size: int = 0) -> None:
+        """Serve ``backend`` as ``nsid``, which was absent, in blocks of so many bytes (0: its own).
+
+        The kind is stored last.
+        """
+        block_size = block_size or backend.block_size
         row = self.namespaces[nsid - 1]
-        row.shift, row.blocks = backend.block_size.bit_length() - 1, backend.num_blocks
+        row.shift, row.blocks = block_size.bit_length() - 1, backend.size_bytes // block_size
         row.readonly, row.discard = int(backend.readonly), int(backend.supports_discard)
         row.fd, row.direct_fd, row.host = backend.fd, -1, 0
         self._backends[nsid] = backend
@@ -494,6 +497,11 @@ class Plane:
     def unrecoverable(self, nsid: int, lba: int, count: int, limit: int) -> list[tuple[int, int]]:
         marks = self._backends[nsid].marks
         return marks.ranges(lba, count, limit) if marks is not None else []
+
+    def serves(self, nsid: int) -> tuple[int, int] | None:
+        """Blocks, and bytes of a block, of an active namespace."""
+        row = self.namespaces[nsid - 1]
+        return None if row.kind == layout.KIND_ABSENT else (int(row.blocks), 1 << int(row.shift))
 
     async def clear_namespace(self, nsid: int) -> None:
         """Stop serving ``nsid``; when this returns nothing uses its back end."""

@@ -28,9 +28,11 @@ import numpy as np
 from dpu import layout
 from dpu.channel import Packet
 from dpu.clock import RealClock
-from dpu.dma import DmaMessages, View
+from dpu.dma import DmaMessages
+from dpu.dma import View as MemoryView
 from dpu.errors import DmaFault, VfioUserError
 from dpu.killpoint import killpoint
+from dpu.namespaces import View
 from dpu.nvme import io
 from dpu.nvme.controller import Controller
 from dpu.nvme.interfaces import Completion
@@ -95,7 +97,7 @@ class Client:
         self._tasks: list[asyncio.Task[None]] = []
         self._io: set[asyncio.Task[None]] = set()
 
-    def open(self, state_fd: int, bar_fd: int, cntlid: int) -> None:
+    def open(self, state_fd: int, bar_fd: int) -> None:
         """Make plane, controller and session; loads what an earlier worker committed."""
         self._fds = (state_fd, bar_fd)
         worker = self.worker
@@ -108,27 +110,29 @@ class Client:
             self.subsystem.max_namespaces,
         )
         listener = self.subsystem.listeners[self.listener]
+        self.view = View(worker.target, self.subsystem, listener.cntlid, self.number)
         self.plane.memory.allow_unsealed = listener.allow_unsealed_memory
         self.plane.maskable = listener.disable_msix
         self.irq, vectors = (IRQ_MSI, 1) if listener.disable_msix else (IRQ_MSIX, layout.VECTORS)
         self.pci = PciConfig(vectors, msix=not listener.disable_msix)
         self.controller = Controller(
-            self.subsystem, cntlid, self.plane.memory, self.plane, RealClock(), vectors=vectors
+            self.view, listener.cntlid, self.plane.memory, self.plane, RealClock(), vectors=vectors
         )
         self.session = Session(self)
         self.dma = DmaMessages(
             lambda raw: self.worker.channel.send("send", raw=raw, client=self.number), self.worker.generation
         )
-        self.plane.refuse_dma, self.plane.late_writes = self.dma.refuse, self.dma.late_writes
-        self.remote = RemoteQueues(self.plane, View(self.plane.memory, self.dma), self._fatal)
+        self.plane.refuse_dma = self.dma.refuse
+        self.remote = RemoteQueues(self.plane, MemoryView(self.plane.memory, self.dma), self._fatal)
         self.regions = self._regions(mapped=False)
         eventfd = IrqFlag.EVENTFD
         counts = {self.irq: vectors, IRQ_ERR: 1, IRQ_REQ: 1}
         self.irqs: Sequence[IrqInfo] = [
             IrqInfo(i, counts.get(i, 0), eventfd if i in counts else 0) for i in range(IRQS)
         ]
-        for nsid in self.subsystem.by_nsid:
-            self.plane.set_namespace(nsid, self.subsystem.backend(nsid))
+        for nsid, namespace in self.subsystem.by_nsid.items():
+            if namespace.attached(listener.cntlid):
+                self.plane.set_namespace(nsid, namespace.backend, namespace.block_size)
 
     def _regions(self, *, mapped: bool) -> Sequence[RegionInfo]:
         bar0 = RegionInfo(BAR0, BAR0_BYTES, _RW)
@@ -159,6 +163,7 @@ class Client:
         self.controller.load(saved["controller"])
         self.controller.reopen()
         self._offer_shadow()
+        self.controller.catch_up()
         done = {sequence: Completion(status, dw0) for sequence, status, dw0 in saved["done"]}
         for slot in self.plane.recover(done):
             self._admin.put_nowait(slot)
@@ -452,10 +457,11 @@ class Client:
 
     async def _execute_admin(self, slot: int) -> Completion | None:
         sqe = self.plane.sqe(slot)
+        self.view.sequence = int(self.plane.inflight[slot].sequence)
         if not self.plane.remote:
             self.controller.memory = self.plane.memory
             return await self.controller.execute(slot, sqe)
-        self.controller.memory = view = View(self.plane.memory, self.dma)
+        self.controller.memory = view = MemoryView(self.plane.memory, self.dma)
         return await self._flushed(view, await view.run(lambda: self.controller.execute(slot, sqe)))
 
     async def _serve_io(self, slot: int, generation: int) -> None:
@@ -466,7 +472,7 @@ class Client:
             self.worker.prepare_marks(self.subsystem, int(self.plane.inflight[slot].sqe.nsid))
         durable = bool(self.plane.record.write_through)
         if self.plane.remote:
-            view = View(self.plane.memory, self.dma)
+            view = MemoryView(self.plane.memory, self.dma)
             work = partial(io.execute, sqe, view, self.subsystem, durable)
             completion = await self._flushed(view, await view.run(work))
         else:
@@ -479,7 +485,7 @@ class Client:
             self.commit()
 
     @staticmethod
-    async def _flushed(view: View, completion: _Completion) -> _Completion | Completion:
+    async def _flushed(view: MemoryView, completion: _Completion) -> _Completion | Completion:
         """The completion when the guest has the data."""
         try:
             await view.flush()

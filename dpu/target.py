@@ -24,9 +24,9 @@ import logging
 import os
 import re
 import uuid as uuids
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, cast
 
 from dpu.backends import (
     BACKENDS,
@@ -39,12 +39,16 @@ from dpu.backends import (
     os_error,
     stash_key,
 )
+from dpu.backends.base import check_geometry
 from dpu.backends.file import CacheMode
 from dpu.errors import RpcError
 from dpu.iostat import IoStat, Row
 from dpu.killpoint import killpoint
 from dpu.layout import IO_QUEUES, NAMESPACES, QUEUE_ENTRIES_MAX, TRANSFER_MAX
-from dpu.nvme.interfaces import NamespaceInfo
+from dpu.nvme.errors import CommandError
+from dpu.nvme.interfaces import Counters, Life, NamespaceInfo
+from dpu.nvme.io import erase
+from dpu.nvme.wire import NSID_LOCATION, Status
 from dpu.rpc.logs import Logs
 from dpu.trace import ENTRIES_MAX, FORMATS, Part, commands
 
@@ -62,6 +66,7 @@ NQN_BYTES_MAX = 223
 SERIAL_BYTES_MAX = 20
 MODEL_BYTES_MAX = 40
 SOCKET_PATH_BYTES_MAX = 107
+CNTLID_MAX = 65519
 CONFIG_VERSION = 1
 
 _NQN_UUID = re.compile(r"nqn\.2014-08\.org\.nvmexpress:uuid:[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
@@ -98,8 +103,14 @@ class Host(Protocol):
         """The namespace is committed: serve it, tell the controllers. May raise RpcError; then it is
         undone."""
 
-    async def namespace_removed(self, subsystem: Subsystem, nsid: int) -> None:
-        """``nsid`` is no longer in ``subsystem``: return when no command uses its back end any more."""
+    async def namespace_changed(self, subsystem: Subsystem, nsid: int) -> None:
+        """Its size, format or controllers have changed, or it is gone: return when every controller serves it so.
+
+        Those for which something has changed are told.
+        """
+
+    def paused(self, subsystem: Subsystem) -> contextlib.AbstractAsyncContextManager[None]:
+        """No I/O command of its controllers is executed inside."""
 
     async def subsystem_deleted(self, subsystem: Subsystem) -> None:
         """Disconnect its controllers: return when no command uses its back ends any more."""
@@ -153,27 +164,56 @@ class Transport:
 
 @dataclass(frozen=True)
 class Namespace:
-    """A back end as ``nsid`` of one subsystem. ``uuid`` and ``nguid`` are the back end's unless given."""
+    """A back end as ``nsid`` of one subsystem. ``uuid`` and ``nguid`` are the back end's unless given.
+
+    ``format``: bytes of a logical block where Format NVM has chosen others than the back end's, else 0. ``private``:
+    at most one controller may have it. ``visible``: it is attached to every controller but those of ``exceptions``;
+    else to none but those. ``made``: by Namespace Management, so its volume goes when it is deleted.
+    """
 
     nsid: int
     backend: Backend
     uuid: uuids.UUID
     nguid: bytes
     eui64: bytes = bytes(8)
+    format: int = 0
+    private: bool = False
+    visible: bool = True
+    exceptions: frozenset[int] = frozenset()
+    made: bool = False
 
     @property
-    def info(self) -> NamespaceInfo:
+    def block_size(self) -> int:
+        return self.format or self.backend.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self.backend.size_bytes // self.block_size
+
+    def attached(self, cntlid: int) -> bool:
+        """Whether the namespace is active in this controller."""
+        return self.visible != (cntlid in self.exceptions)
+
+    def attach(self, cntlids: Iterable[int], attached: bool) -> Namespace:
+        """The same with these controllers attached or detached."""
+        change = self.exceptions.difference if attached == self.visible else self.exceptions.union
+        return replace(self, exceptions=change(cntlids))
+
+    def info(self, *, several: bool) -> NamespaceInfo:
+        """``several``: its subsystem has more than one controller."""
         return NamespaceInfo(
             nsid=self.nsid,
-            num_blocks=self.backend.num_blocks,
-            block_size=self.backend.block_size,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
             nguid=self.nguid,
             eui64=self.eui64,
             uuid=self.uuid.bytes,
             product=self.backend.product_name,
             supports_discard=self.backend.supports_discard,
             readonly=self.backend.readonly,
-            atomic_bytes=self.backend.atomic_bytes,
+            # Another controller may look while a write that a worker's death has cut is not done again yet.
+            atomic_bytes=0 if several else self.backend.atomic_bytes,
+            shared=several and not self.private,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -194,6 +234,11 @@ class Namespace:
             "uuid": str(self.uuid),
             "nguid": self.nguid.hex(),
             "eui64": self.eui64.hex(),
+            "format": self.format,
+            "private": self.private,
+            "visible": self.visible,
+            "exceptions": sorted(self.exceptions),
+            "made": self.made,
         }
 
 
@@ -203,6 +248,8 @@ class Listener:
 
     ``allow_unsealed_memory``: take guest memory in files that the client may shrink. ``disable_msix``: controllers
     have one MSI vector, and QEMU can unplug them. SPDK has neither.
+
+    ``cntlid``: of the one controller that is reached here, whoever comes; what is attached to it stays.
     """
 
     nqn: str
@@ -210,6 +257,7 @@ class Listener:
     trsvcid: str
     allow_unsealed_memory: bool = False
     disable_msix: bool = False
+    cntlid: int = 1
 
     @property
     def options(self) -> dict[str, bool]:
@@ -230,7 +278,7 @@ class Listener:
 
 @dataclass
 class Subsystem:
-    """One NVM subsystem; satisfies ``dpu.nvme``'s SubsystemView."""
+    """One NVM subsystem, with a controller for each listener. dpu.namespaces is what one of them sees of it."""
 
     nqn: str
     serial: str
@@ -239,14 +287,28 @@ class Subsystem:
     allow_any_host: bool = False  # kept and reported; a vfio-user client does not say who it is
     by_nsid: dict[int, Namespace] = field(default_factory=dict)
     listeners: dict[str, Listener] = field(default_factory=dict)
+    lives: dict[int, Life] = field(default_factory=dict)  # by CNTLID
 
-    def namespaces(self) -> list[NamespaceInfo]:
-        """Active namespaces by rising nsid."""
-        return [self.by_nsid[nsid].info for nsid in sorted(self.by_nsid)]
+    @property
+    def cntlids(self) -> list[int]:
+        return sorted(listener.cntlid for listener in self.listeners.values())
+
+    def namespaces(self, cntlid: int | None = None) -> list[NamespaceInfo]:
+        """By rising nsid: those that are active in a controller, or all."""
+        several = len(self.listeners) > 1
+        return [
+            self.by_nsid[nsid].info(several=several)
+            for nsid in sorted(self.by_nsid)
+            if cntlid is None or self.by_nsid[nsid].attached(cntlid)
+        ]
 
     def backend(self, nsid: int) -> Backend:
-        """KeyError when ``nsid`` is not active."""
+        """KeyError when ``nsid`` is not allocated."""
         return self.by_nsid[nsid].backend
+
+    def block_size(self, nsid: int) -> int:
+        """KeyError when ``nsid`` is not allocated."""
+        return self.by_nsid[nsid].block_size
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -260,7 +322,7 @@ class Subsystem:
             "max_namespaces": self.max_namespaces,
             "passthrough": False,
             "min_cntlid": 1,
-            "max_cntlid": 65519,
+            "max_cntlid": CNTLID_MAX,
             "namespaces": [self.by_nsid[nsid].describe() for nsid in sorted(self.by_nsid)],
         }
 
@@ -291,11 +353,24 @@ class Subsystem:
             "max_namespaces": self.max_namespaces,
             "allow_any_host": self.allow_any_host,
             "namespaces": [namespace.to_config() for namespace in self.by_nsid.values()],
+            "lives": {cntlid: asdict(life) for cntlid, life in self.lives.items()},
             "listeners": [
-                {"traddr": listener.traddr, "trsvcid": listener.trsvcid, **listener.options}
+                {
+                    "traddr": listener.traddr,
+                    "trsvcid": listener.trsvcid,
+                    "cntlid": listener.cntlid,
+                    **listener.options,
+                }
                 for listener in self.listeners.values()
             ],
         }
+
+
+class Command(NamedTuple):
+    """A guest's command that changes namespaces. ``sequence``: of its in-flight entry, the same in every worker."""
+
+    client: int
+    sequence: int
 
 
 class Target:
@@ -309,6 +384,8 @@ class Target:
         self.iostat = IoStat()
         self.logs = Logs()
         self.calls: list[dict[str, Any]] = []  # of dpu.startup, still to be made
+        self._managed: dict[int, tuple[int, int]] = {}  # client -> sequence and result of its guest's last change
+        self._retired: set[int] = set()  # clients whose lives are counted, and who are not forgotten yet
         self._malloc_count = 0
         self._opening: set[str] = set()  # names of back ends that are being made
         self._lock = asyncio.Lock()
@@ -329,6 +406,8 @@ class Target:
             "transport": vars(self.transport) if self.transport else None,
             "subsystems": [subsystem.to_config() for subsystem in self.subsystems.values()],
             "iostat": self.iostat.to_config(),
+            "retired": sorted(self._retired),
+            "managed": [[client, *done] for client, done in self._managed.items()],
         }
 
     def commit_counts(self) -> None:
@@ -354,14 +433,18 @@ class Target:
             for row in config["bdevs"]:
                 backend_type = BACKENDS[row["type"]]
                 backend = backend_type.from_config(row, fds.pop(stash_key(row["name"]), -1))
-                marks_fd = fds.pop(marks_key(row["name"]), -1)
-                if marks_fd >= 0:
-                    backend.marks = Marks(marks_fd, backend.num_blocks)
                 self.bdevs[row["name"]] = backend
             self.transport = Transport(**config["transport"]) if config["transport"] else None
             for row in config["subsystems"]:
                 self.subsystems[row["nqn"]] = self._subsystem_from_config(row)
+            for backend in self.bdevs.values():
+                marks_fd = fds.pop(marks_key(backend.name), -1)
+                if marks_fd >= 0:
+                    backend.marks = Marks(marks_fd)
+                    self._fit_marks(backend)
             self.iostat.from_config(config["iostat"])
+            self._retired = set(config["retired"])
+            self._managed = {client: (sequence, result) for client, sequence, result in config["managed"]}
         self.iostat.keep(self.bdevs)
         for key in [key for key in fds if key.startswith((stash_key(""), marks_key("")))]:
             os.close(fds.pop(key))
@@ -382,10 +465,16 @@ class Target:
                     uuids.UUID(item["uuid"]),
                     bytes.fromhex(item["nguid"]),
                     bytes.fromhex(item["eui64"]),
+                    item["format"],
+                    item["private"],
+                    item["visible"],
+                    frozenset(item["exceptions"]),
+                    item["made"],
                 )
                 for item in row["namespaces"]
             },
             listeners={listener.key: listener for listener in listeners},
+            lives={int(cntlid): _life(life) for cntlid, life in row["lives"].items()},
         )
 
     async def recover(self, listeners: Mapping[str, str]) -> None:
@@ -405,6 +494,7 @@ class Target:
     def _change(self) -> Iterator[None]:
         """Change the tables inside; leaving commits them. An exception puts them back as they were."""
         saved = copy.copy(self.bdevs), self.transport, copy.copy(self.subsystems), self._malloc_count
+        managed = dict(self._managed)
         inner = {nqn: (dict(one.by_nsid), dict(one.listeners)) for nqn, one in self.subsystems.items()}
         try:
             yield
@@ -412,6 +502,7 @@ class Target:
             self.host.commit(self.to_config())
         except BaseException:
             self.bdevs, self.transport, self.subsystems, self._malloc_count = saved
+            self._managed = managed
             for nqn, (by_nsid, listeners) in inner.items():
                 self.subsystems[nqn].by_nsid, self.subsystems[nqn].listeners = by_nsid, listeners
             raise
@@ -466,10 +557,17 @@ class Target:
             backend = next((one for one in self.bdevs.values() if str(one.uuid) == name.lower()), None)
         return backend
 
+    def _users(self, backend: Backend) -> list[tuple[Subsystem, int]]:
+        """The namespaces that a back end serves."""
+        return [
+            (subsystem, nsid)
+            for subsystem in self.subsystems.values()
+            for nsid, namespace in subsystem.by_nsid.items()
+            if namespace.backend is backend
+        ]
+
     def _claimed(self, backend: Backend) -> bool:
-        return any(
-            namespace.backend is backend for one in self.subsystems.values() for namespace in one.by_nsid.values()
-        )
+        return bool(self._users(backend))
 
     def describe_bdev(self, backend: Backend) -> dict[str, Any]:
         return {**backend.describe(), "claimed": self._claimed(backend)}
@@ -588,21 +686,48 @@ class Target:
             backend = self.find_bdev(name)
             if backend is None or type(backend) is not kind:
                 raise os_error(errno.ENODEV)
-            users = [
-                (subsystem, nsid)
-                for subsystem in self.subsystems.values()
-                for nsid, namespace in subsystem.by_nsid.items()
-                if namespace.backend is backend
-            ]
+            users = self._users(backend)
             with self._change():
                 for subsystem, nsid in users:
                     del subsystem.by_nsid[nsid]
                 del self.bdevs[backend.name]
             for subsystem, nsid in users:
-                await self.host.namespace_removed(subsystem, nsid)
+                await self.host.namespace_changed(subsystem, nsid)
             self._release(backend)
             self.iostat.keep(self.bdevs)
             await self.host.settled()  # else the keeper may hold the file or device for a moment longer
+            return True
+
+    async def resize_null(self, name: str, new_size: int) -> bool:
+        """``new_size`` in MiB."""
+        return await self._resize(name, NullBackend, lambda backend: (new_size << 20) // backend.block_size)
+
+    async def rescan_file(self, name: str, kind: type[FileBackend]) -> bool:
+        """Take the size that the file has now."""
+        return await self._resize(name, kind, lambda backend: cast(FileBackend, backend).measure())
+
+    async def _resize(self, name: str, kind: type[Backend], measure: Callable[[Backend], int]) -> bool:
+        """-19 when there is none of this kind. When it returns its namespaces have the new size."""
+        async with self._lock, contextlib.AsyncExitStack() as stack:
+            backend = self.find_bdev(name)
+            if backend is None or type(backend) is not kind:
+                raise os_error(errno.ENODEV)
+            num_blocks, before = measure(backend), backend.num_blocks
+            check_geometry(backend.block_size, num_blocks)
+            if num_blocks == before:
+                return True
+            users = self._users(backend)
+            for nqn in {subsystem.nqn for subsystem, _ in users}:
+                await stack.enter_async_context(self.host.paused(self.subsystems[nqn]))
+            try:
+                with self._change():
+                    backend.num_blocks = num_blocks
+            except BaseException:
+                backend.num_blocks = before
+                raise
+            self._fit_marks(backend)
+            for subsystem, nsid in users:
+                await self.host.namespace_changed(subsystem, nsid)
             return True
 
     def get_iostat(
@@ -756,9 +881,12 @@ class Target:
         uuid: uuids.UUID | None = None,
         nguid: bytes | None = None,
         eui64: bytes | None = None,
+        no_auto_visible: bool = False,
     ) -> int:
-        """``nsid`` 0: the lowest free one. A bdev serves one namespace at a time, as SPDK's claims have
-        it."""
+        """``nsid`` 0: the lowest free one. A bdev serves one namespace at a time, as SPDK's claims have it.
+
+        ``no_auto_visible``: it is attached to no controller yet.
+        """
         async with self._lock:
             subsystem = self._subsystem(nqn)
             backend = self.find_bdev(bdev_name)
@@ -773,7 +901,8 @@ class Target:
                     f"nsid {nsid or 'any'} of {nqn!r} is taken, or above its max_namespaces "
                     f"{subsystem.max_namespaces}"
                 )
-            namespace = Namespace(nsid, backend, uuid or backend.uuid, nguid or backend.uuid.bytes, eui64 or bytes(8))
+            names = uuid or backend.uuid, nguid or backend.uuid.bytes, eui64 or bytes(8)
+            namespace = Namespace(nsid, backend, *names, visible=not no_auto_visible)
             with self._change():
                 subsystem.by_nsid[nsid] = namespace
                 for row in self.host.io_rows(nqn):
@@ -790,12 +919,145 @@ class Target:
     async def remove_namespace(self, nqn: str, nsid: int) -> bool:
         async with self._lock:
             subsystem = self._subsystem(nqn)
-            if nsid not in subsystem.by_nsid:
+            namespace = subsystem.by_nsid.get(nsid)
+            if namespace is None:
                 raise invalid(f"no namespace {nsid} in {nqn!r}")
             with self._change():
                 del subsystem.by_nsid[nsid]
-            await self.host.namespace_removed(subsystem, nsid)
+            await self.host.namespace_changed(subsystem, nsid)
+            if namespace.format:
+                self._drop_marks(namespace.backend)
             return True
+
+    async def attach_namespace(self, nqn: str, nsid: int, cntlid: int, attached: bool) -> bool:
+        """Attach a namespace to a controller, or detach it."""
+        subsystem = self._subsystem(nqn)
+        if nsid not in subsystem.by_nsid:
+            raise invalid(f"no namespace {nsid} in {nqn!r}")
+        try:
+            await self.attach(subsystem, nsid, [cntlid], attached)
+        except CommandError as error:
+            raise invalid(f"namespace {nsid} of {nqn!r}, controller {cntlid}: {error}") from None
+        return True
+
+    # -- what a guest changes by Namespace Management, Namespace Attachment and Format NVM
+
+    @contextlib.contextmanager
+    def _managing(self, by: Command | None, result: int = 0) -> Iterator[None]:
+        """As ``_change``, with a note that this command was done: after a kill the next worker is asked again."""
+        with self._change():
+            yield
+            if by is not None:
+                self._managed[by.client] = by.sequence, result
+                killpoint("namespace_before_store")
+        if by is not None:
+            killpoint("namespace_stored")
+
+    def forget(self, client: int) -> None:
+        """The client is gone: nothing will be asked again."""
+        self._managed.pop(client, None)
+        self._retired.discard(client)
+        self.iostat.forget(client)
+
+    def retire(self, client: int, subsystem: Subsystem, cntlid: int, life: Life) -> None:
+        """A controller's connection has ended. A commit follows; after it, and a kill, it is told again."""
+        if client not in self._retired:
+            self._retired.add(client)
+            subsystem.lives[cntlid] = life
+
+    def _done(self, by: Command | None) -> int | None:
+        done = self._managed.get(by.client) if by is not None else None
+        return done[1] if by is not None and done is not None and done[0] == by.sequence else None
+
+    async def attach(
+        self, subsystem: Subsystem, nsid: int, cntlids: Sequence[int], attached: bool, by: Command | None = None
+    ) -> None:
+        """Attach a namespace to controllers, or detach it (Base 5.20). All or none. CommandError."""
+        async with self._lock:
+            if self._done(by) is not None:
+                return
+            namespace = _allocated(subsystem, nsid)
+            if not cntlids or not set(cntlids) <= set(subsystem.cntlids):
+                raise CommandError(Status.CONTROLLER_LIST_INVALID)
+            if any(namespace.attached(cntlid) == attached for cntlid in cntlids):
+                raise CommandError(Status.NAMESPACE_ALREADY_ATTACHED if attached else Status.NAMESPACE_NOT_ATTACHED)
+            changed = namespace.attach(cntlids, attached)
+            if namespace.private and sum(changed.attached(cntlid) for cntlid in subsystem.cntlids) > 1:
+                raise CommandError(Status.NAMESPACE_IS_PRIVATE)
+            with self._managing(by):
+                subsystem.by_nsid[nsid] = changed
+            await self.host.namespace_changed(subsystem, nsid)
+            killpoint("namespace_told")
+
+    def capacity(self, subsystem: Subsystem) -> tuple[int, int]:
+        """Bytes of its namespaces and of what more can be made of, and the latter alone."""
+        used = sum(namespace.backend.size_bytes for namespace in subsystem.by_nsid.values())
+        return used, 0
+
+    async def create_namespace(
+        self, subsystem: Subsystem, blocks: int, block_size: int, private: bool, by: Command
+    ) -> int:
+        """Make a namespace that is attached to nobody (Base 5.21); its NSID. CommandError."""
+        raise CommandError(Status.NAMESPACE_INSUFFICIENT_CAPACITY)
+
+    async def delete_namespaces(self, subsystem: Subsystem, nsids: Sequence[int], by: Command) -> None:
+        """Delete namespaces (Base 5.21), and what was made for them; other back ends stay. CommandError."""
+        async with self._lock:
+            if self._done(by) is not None:
+                return
+            for nsid in nsids:
+                _allocated(subsystem, nsid)
+            with self._managing(by):
+                gone = [subsystem.by_nsid.pop(nsid) for nsid in nsids]
+            for nsid in nsids:
+                await self.host.namespace_changed(subsystem, nsid)
+            killpoint("namespace_told")
+            for namespace in gone:
+                if namespace.format:
+                    self._drop_marks(namespace.backend)
+
+    async def format(self, subsystem: Subsystem, nsid: int, block_size: int, by: Command) -> None:
+        """Give a namespace logical blocks of another size; all of them read as zeroes afterwards (Base 5.14)."""
+        async with self._lock:
+            if self._done(by) is not None:
+                return
+            namespace = _allocated(subsystem, nsid)
+            if namespace.backend.readonly:
+                raise CommandError(Status.NAMESPACE_WRITE_PROTECTED)
+            if namespace.backend.size_bytes % block_size:
+                raise CommandError(Status.INVALID_FORMAT)
+            async with self.host.paused(subsystem):
+                try:
+                    await erase(namespace.backend)
+                except OSError as error:
+                    log.error("format of namespace %d of %s: %s", nsid, subsystem.nqn, error)
+                    raise CommandError(Status.INTERNAL_ERROR, dnr=False) from error
+                killpoint("format_erased")
+                with self._managing(by):
+                    chosen = 0 if block_size == namespace.backend.block_size else block_size
+                    subsystem.by_nsid[nsid] = replace(namespace, format=chosen)
+                self._drop_marks(namespace.backend)
+                await self.host.namespace_changed(subsystem, nsid)
+                killpoint("namespace_told")
+
+    def _fit_marks(self, backend: Backend) -> None:
+        """Marks for as many blocks as there are now; nobody looks at them meanwhile."""
+        users = self._users(backend)
+        blocks = users[0][0].by_nsid[users[0][1]].num_blocks if users else backend.num_blocks
+        old = backend.marks
+        if old is None or old.num_blocks == blocks:
+            return
+        backend.marks = old.resized(blocks)
+        self.host.unstash(marks_key(backend.name))
+        self.host.stash(marks_key(backend.name), backend.marks.fd)
+        old.close()
+
+    def _drop_marks(self, backend: Backend) -> None:
+        """They count blocks of a size that the namespace no longer has, or will not have."""
+        if backend.marks is not None:
+            self.host.unstash(marks_key(backend.name))
+            backend.marks.close()
+            backend.marks = None
 
     # -- listeners
 
@@ -807,7 +1069,8 @@ class Target:
             subsystem = self._subsystem(nqn)
             if trtype.upper() != TRANSPORT or self.transport is None:
                 raise invalid(f"no transport {trtype!r}: nvmf_create_transport VFIOUSER comes first")
-            listener = Listener(nqn, traddr, trsvcid, **(options or {}))
+            cntlid = next(number for number in range(1, CNTLID_MAX + 1) if number not in subsystem.cntlids)
+            listener = Listener(nqn, traddr, trsvcid, **(options or {}), cntlid=cntlid)
             real = os.path.realpath(traddr)
             taken = [other for one in self.subsystems.values() for other in one.listeners.values()]
             if any(os.path.realpath(other.traddr) == real for other in taken):
@@ -838,7 +1101,10 @@ class Target:
             if trtype.upper() != TRANSPORT or key not in subsystem.listeners:
                 raise invalid(f"no {trtype} listener {traddr!r} in {nqn!r}")
             with self._change():
-                del subsystem.listeners[key]
+                cntlid = subsystem.listeners.pop(key).cntlid
+                for nsid, namespace in subsystem.by_nsid.items():  # the next controller of this number is another
+                    if cntlid in namespace.exceptions:
+                        subsystem.by_nsid[nsid] = namespace.attach([cntlid], namespace.visible)
             await self._quietly(self.host.unlisten(key), f"close listener {key}")
             return True
 
@@ -879,6 +1145,18 @@ class Target:
             await work
         except OSError as error:
             log.error("cannot %s: %s", what, error)
+
+
+def _life(row: dict[str, Any]) -> Life:
+    counters = {int(nsid): Counters(**counts) for nsid, counts in row["counters"].items()}
+    return Life(**{**row, "counters": counters})
+
+
+def _allocated(subsystem: Subsystem, nsid: int) -> Namespace:
+    """CommandError when another controller has deleted it meanwhile."""
+    if nsid not in subsystem.by_nsid:
+        raise CommandError(Status.INVALID_FIELD, location=NSID_LOCATION)
+    return subsystem.by_nsid[nsid]
 
 
 def invalid(reason: str) -> RpcError:

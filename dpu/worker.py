@@ -30,7 +30,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 import numpy as np
@@ -44,9 +44,11 @@ from dpu.fastpath.poller import NAP_US, QUIET_US, SPIN_PASSES, Poller, compile_a
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
 from dpu.iostat import Row
+from dpu.nvme.controller import State
 from dpu.rpc.dispatcher import Dispatcher
 from dpu.rpc.methods import dispatcher
 from dpu.rpc.server import Server
+from dpu.rpc.warnings import warn
 from dpu.session import Client
 from dpu.target import Subsystem, Target, invalid
 from dpu.vfio_user.keeping import error_reply
@@ -290,7 +292,7 @@ class Worker:
         if backend is None or backend.marks is not None:
             return
         try:
-            backend.marks = Marks.create(backend.num_blocks)
+            backend.marks = Marks.create(subsystem.by_nsid[nsid].num_blocks)
         except OSError as error:
             log.error("bdev %s: no marks for Write Uncorrectable: %s", backend.name, error.strerror)
             return
@@ -336,10 +338,6 @@ class Worker:
             fds.append(fd)
         return fds[0], fds[1]
 
-    def _cntlid(self, subsystem: Subsystem) -> int:
-        taken = {client.controller.cntlid for client in self.clients.values() if client.subsystem is subsystem}
-        return next(number for number in range(1, 65520) if number not in taken)
-
     def _client(self, packet: Packet, areas: tuple[int, int] | None) -> Client | None:
         """A client with its controller, not yet serving; None when it cannot be served: then it is dropped."""
         number, key = packet.fields["client"], packet.fields["listener"]
@@ -347,8 +345,8 @@ class Worker:
         reason = ""
         if subsystem is None:
             reason = "its subsystem is gone"
-        elif any(client.subsystem is subsystem for client in self.clients.values()):
-            reason = f"{subsystem.nqn} has a controller in use: make a subsystem for each controller"
+        elif any(client.listener == key for client in self.clients.values()):
+            reason = f"the controller at {subsystem.listeners[key].path} is in use: add a listener for each"
         elif self.poller_for(number).free_index() < 0:
             reason = f"{layout.CONTROLLERS} controllers are in use"
         if reason or subsystem is None:
@@ -359,29 +357,27 @@ class Worker:
             self.channel.send("take", client=number)
             return None
         client = Client(self, number, key, packet.fds[0], subsystem)
-        client.open(*(areas or self._make_areas(number)), self._cntlid(subsystem))
+        client.open(*(areas or self._make_areas(number)))
         client.plane.set_trace(self._tracing)
         self.clients[number] = client
         for row in self._io_rows_of(client):
-            if row.nsid in subsystem.by_nsid:
+            if row.nsid in subsystem.by_nsid:  # attached or not: nothing is counted before it is
                 self.target.iostat.attach(row, subsystem.backend(row.nsid).name)
         return client
 
     def _adoptable(self, packets: list[Packet]) -> Iterator[Packet]:
-        """Clients to take up where the last worker left them, one of each subsystem.
+        """Clients to take up where the last worker left them, one of each listener.
 
         A new QEMU may have connected after the end of the last one, and nobody was there to see to that end. Of two
         clients the one with areas has been served last: an earlier one is done with, and a later one is new.
         """
         for position, packet in enumerate(packets):
-            subsystem = self.target.subsystem_of(packet.fields["listener"])
-            later = [
-                p for p in packets[position + 1 :] if self.target.subsystem_of(p.fields["listener"]) is subsystem
-            ]
+            listener = packet.fields["listener"]
+            later = [p for p in packets[position + 1 :] if p.fields["listener"] == listener]
             if any(self._keys(p.fields["client"])[1] in self._fds for p in later):
                 packet.close()
                 self.channel.send("drop", client=packet.fields["client"], reason="closed by the client")
-            elif any(client.hung_up for client in self.clients.values() if client.subsystem is subsystem):
+            elif any(client.hung_up for client in self.clients.values() if client.listener == listener):
                 self._adopted.append(packet)
             else:
                 yield packet
@@ -414,9 +410,9 @@ class Worker:
             self.unstash(key)
 
     async def _new_client(self, packet: Packet) -> None:
-        subsystem = self.target.subsystem_of(packet.fields["listener"])
+        listener = packet.fields["listener"]
         # A new QEMU may connect before the end of the last one has been seen to.
-        while any(client.hung_up for client in self.clients.values() if client.subsystem is subsystem):
+        while any(client.hung_up for client in self.clients.values() if client.listener == listener):
             await asyncio.sleep(CLOSE_POLL_S)
         if packet.fields["client"] not in self._coming:  # it has gone meanwhile
             packet.close()
@@ -434,11 +430,13 @@ class Worker:
         if client is not None:
             await client.close()
             self.target.iostat.settle(self._io_rows_of(client))
+            controller = client.controller
+            self.target.retire(number, client.subsystem, controller.cntlid, controller.life())
             self.target.commit_counts()
             del self.clients[number]
             for key in self._keys(number):
                 self.unstash(key)
-        self.target.iostat.forget(number)
+        self.target.forget(number)
         self.channel.send("forget", client=number)
         gc.collect()  # a controller is a ring of references that holds mappings and descriptors; see main()
 
@@ -483,17 +481,43 @@ class Worker:
 
     def namespace_added(self, subsystem: Subsystem, nsid: int) -> None:
         self.spawn(self._fence(subsystem.backend(nsid)))
+        namespace = subsystem.by_nsid[nsid]
         for client in self._clients_of(subsystem):
-            client.plane.set_namespace(nsid, subsystem.backend(nsid))
-            client.controller.namespace_changed(nsid)
-            client.commit()
+            if namespace.attached(client.controller.cntlid):
+                client.plane.set_namespace(nsid, namespace.backend, namespace.block_size)
+                self._tell(client, nsid)
 
-    async def namespace_removed(self, subsystem: Subsystem, nsid: int) -> None:
+    async def namespace_changed(self, subsystem: Subsystem, nsid: int) -> None:
         for client in self._clients_of(subsystem):
-            await client.plane.clear_namespace(nsid)
-            client.controller.namespace_changed(nsid)
-            client.commit()
+            namespace = subsystem.by_nsid.get(nsid)
+            wanted = namespace is not None and namespace.attached(client.controller.cntlid)
+            size = (namespace.num_blocks, namespace.block_size) if namespace is not None and wanted else None
+            if client.plane.serves(nsid) == size:
+                continue
+            if client.plane.serves(nsid):
+                await client.plane.clear_namespace(nsid)
+            if namespace is not None and wanted:
+                client.plane.set_namespace(nsid, namespace.backend, namespace.block_size)
+            self._tell(client, nsid)
         self._trim_mappings()
+
+    @staticmethod
+    def _tell(client: Client, nsid: int) -> None:
+        controller = client.controller
+        controller.namespace_changed(nsid)
+        client.commit()
+        if controller.state is State.READY and not controller.features.namespace_notices:
+            warn(
+                f"controller {controller.cntlid} of {client.subsystem.nqn} was not told that namespace {nsid} has "
+                "changed: its host has not enabled Namespace Attribute Notices"
+            )
+
+    @contextlib.asynccontextmanager
+    async def paused(self, subsystem: Subsystem) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as stack:
+            for client in self._clients_of(subsystem):
+                await stack.enter_async_context(client.plane.quiet())
+            yield
 
     async def subsystem_deleted(self, subsystem: Subsystem) -> None:
         for client in self._clients_of(subsystem):

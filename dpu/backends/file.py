@@ -137,6 +137,11 @@ class FileBackend(Backend):
         self.block_size_given = block_size_given
         self.cache_mode = cache_mode
 
+    def measure(self) -> int:
+        """Blocks that the file or device holds now."""
+        size_bytes, _ = _measure(self.fd, os.fstat(self.fd))
+        return size_bytes // self.block_size
+
     @property
     def direct(self) -> bool:
         """Aligned requests bypass the page cache."""

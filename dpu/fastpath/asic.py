@@ -621,7 +621,7 @@ def to_uring(p: Any, c: Any, slot: int, entry: Any, operations: int) -> int:
 
 @compiled
 def to_control(p: Any, c: Any, slot: int, entry: Any, why: int) -> int:
-    """Hand a command to control over the miss ring, which has room for all slots of all controllers."""
+    """Hand a command to control over the miss ring (which has room for all slots of many controllers)."""
     if TRACEABLE and c.tracing:
         hand_over(c, slot, why)
     if entry.where != WHERE_PARKED:
@@ -776,14 +776,15 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     if not ns.discard:
         return _OK
     entry.bytes = total << ns.shift
-    # A range keeps its marks when the file system fails it. And 256 ranges can be all blocks, 256 times over.
-    if ns.marks:
+    if ns.marks and ns.kind == KIND_FILE:  # a range keeps its marks when the file system fails it
         return to_control(p, c, slot, entry, WHY_MARKS)
     operations = 0
     for i in range(count):
         size = signed(ranges[i].nlb) << ns.shift
         if size:
             operations += clear(p, c, slot, entry, ns, ranges[i].slba << ns.shift, size)
+            if ns.marks:  # a deallocated block reads as DLFEAT says
+                unmark(ns, ranges[i].slba, signed(ranges[i].nlb))
     return to_uring(p, c, slot, entry, operations) if operations else _OK
 
 

@@ -14,13 +14,14 @@ from dpu.errors import DmaFault
 from dpu.layout import IO_QUEUES, QUEUE_ENTRIES_MAX
 from dpu.nvme import registers
 from dpu.nvme.bits import Bits
-from dpu.nvme.commands import CONTROLLER, READS, SUCCESS, Command
+from dpu.nvme.commands import CHANGES_NAMESPACES, CONTROLLER, FORMATS, READS, SUCCESS, Command
 from dpu.nvme.errors import CommandError
 from dpu.nvme.features import get_features, set_features
 from dpu.nvme.identify import identify
 from dpu.nvme.interfaces import Completion
 from dpu.nvme.lbastatus import get_lba_status
 from dpu.nvme.logpages import get_log_page
+from dpu.nvme.namespaces import format_nvm, namespace_attachment, namespace_management
 from dpu.nvme.wire import (
     CDW10_LOCATION,
     CDW11_LOCATION,
@@ -164,6 +165,9 @@ COMMANDS: Final[dict[int, Command]] = {
     AdminOpcode.SET_FEATURES: Command(set_features, CONTROLLER, "5.27", uses_nsid=True),
     AdminOpcode.GET_FEATURES: Command(get_features, CONTROLLER, "5.15", uses_nsid=True),
     AdminOpcode.ASYNC_EVENT_REQUEST: Command(asynchronous_event_request, CONTROLLER, "5.2"),
+    AdminOpcode.NAMESPACE_MANAGEMENT: Command(namespace_management, CHANGES_NAMESPACES, "5.21", uses_nsid=True),
+    AdminOpcode.NAMESPACE_ATTACHMENT: Command(namespace_attachment, CHANGES_NAMESPACES, "5.20", uses_nsid=True),
     AdminOpcode.DOORBELL_BUFFER_CONFIG: Command(doorbell_buffer_config, CONTROLLER, "5.8"),
+    AdminOpcode.FORMAT_NVM: Command(format_nvm, FORMATS, "5.14", uses_nsid=True),
     AdminOpcode.GET_LBA_STATUS: Command(get_lba_status, READS, "NVM 4.2.1", uses_nsid=True),
 }

@@ -52,6 +52,7 @@ from dpu.nvme.interfaces import (
     Completion,
     DataPlane,
     GuestMemory,
+    Life,
     NamespaceInfo,
     SubsystemView,
 )
@@ -135,8 +136,9 @@ class Controller:
         self.vectors = vectors
         self.shadow_doorbells = True  # whether they are offered: chosen with the connection, before its first command
         self.events = AsyncEvents(plane.complete)
-        self.errors = ErrorLog()
+        self.errors = ErrorLog(subsystem.life().errors)
         self.lba_status = LbaStatusLog()
+        self.told = self._attributes()
         self.started_ns = clock.now_ns()
         self.fatal_reason = ""
         self._epoch = 0
@@ -178,9 +180,8 @@ class Controller:
                 await writer(self, int.from_bytes(data[at : at + 4], "little"))
 
     def _csts(self) -> int:
-        # Base 3.7.2: a reset is over, and memory is the host's again, when RDY is 0.
         return registers.CSTS.fields.encode(
-            RDY=self._ready or self.plane.late_writes(),
+            RDY=self._ready,
             CFS=self.state is State.FAILED,
             SHST=registers.SHST_COMPLETE if self._shut_down else registers.SHST_NORMAL,
         )
@@ -284,7 +285,6 @@ class Controller:
         """Why the controller cannot be enabled with these registers ("" = it can)."""
         fields = registers.CC.fields
         checks = {
-            "CC.EN was set before CSTS.RDY was 0": not self.plane.late_writes(),
             "CC.CSS is not supported": fields.get(cc, "CSS") == registers.CC_CSS_NVM,
             "CC.MPS is not within CAP.MPSMIN and CAP.MPSMAX": fields.get(cc, "MPS") == 0,
             "CC.AMS is not supported": fields.get(cc, "AMS") == 0,
@@ -418,8 +418,16 @@ class Controller:
             raise CommandError(Status.INVALID_FIELD, location=NSID_LOCATION)
         return info
 
+    def _attributes(self) -> dict[int, tuple[int, int]]:
+        """Of each active namespace what the host is told about when it changes."""
+        return {info.nsid: (info.num_blocks, info.block_size) for info in self.subsystem.namespaces()}
+
     def namespace_changed(self, nsid: int) -> None:
         """Namespace ``nsid`` was attached, detached, resized or otherwise changed (Base figure 150)."""
+        now = self._attributes()
+        self.told.pop(nsid, None)
+        if nsid in now:
+            self.told[nsid] = now[nsid]
         if nsid not in self.changed_namespaces:
             self.changed_namespaces.append(nsid)
         if self.features.namespace_notices:
@@ -476,6 +484,7 @@ class Controller:
             "cqs": [asdict(queue) for queue in self.cqs.values()],
             "sqs": [asdict(queue) for queue in self.sqs.values()],
             "changed_namespaces": list(self.changed_namespaces),
+            "told": [[nsid, *attributes] for nsid, attributes in self.told.items()],
             "events": self.events.dump(),
             "features": self.features.dump(),
             "errors": self.errors.dump(),
@@ -506,3 +515,25 @@ class Controller:
         self.errors.load(state["errors"])
         self.lba_status.load(state["lba_status"])
         self.started_ns = state["started_ns"]
+        self.told = {nsid: (blocks, size) for nsid, blocks, size in state["told"]}
+
+    def life(self) -> Life:
+        """What it has lived through when its connection ends now."""
+        before = self.subsystem.life()
+        counters = {
+            info.nsid: before.of(info.nsid) + self.plane.counters(info.nsid) for info in self.subsystem.allocated()
+        }
+        return Life(
+            before.power_cycles + 1,
+            before.powered_ns + self.clock.now_ns() - self.started_ns,
+            before.unsafe_shutdowns + (self.state in (State.READY, State.FAILED)),
+            self.errors.count,
+            counters,
+        )
+
+    def catch_up(self) -> None:
+        """After ``reopen``: tell of namespaces that have changed when the last worker died before it could."""
+        now = self._attributes()
+        for nsid in sorted(now.keys() | self.told.keys()):
+            if now.get(nsid) != self.told.get(nsid):
+                self.namespace_changed(nsid)

@@ -34,8 +34,8 @@ class Error:
 class ErrorLog:
     """The log of one controller."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, count: int = 0) -> None:
+        self.count = count  # of all that there ever were
         self._errors: deque[Error] = deque(maxlen=ENTRIES)
 
     def record(
@@ -47,7 +47,7 @@ class ErrorLog:
         lba: int = NO_LBA,
         location: int = NO_LOCATION,
     ) -> None:
-        """Add one error, numbered from 1."""
+        """Add one error."""
         self.count += 1
         self._errors.append(Error(self.count, sqid, cid, status, location, lba, nsid))
 

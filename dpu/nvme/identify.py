@@ -10,7 +10,7 @@ Command, for the NSID.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +21,9 @@ from dpu.nvme.commands import SUCCESS
 from dpu.nvme.errors import CommandError
 from dpu.nvme.features import CRITICAL_TEMPERATURE_K, WARNING_TEMPERATURE_K
 from dpu.nvme.interfaces import Completion, NamespaceInfo
+from dpu.nvme.namespaces import BLOCK_SIZES, NMIC_SHARED, controller_list
 from dpu.nvme.wire import (
+    BROADCAST_NSID,
     CDW10_LOCATION,
     CDW11_LOCATION,
     COPY_RANGES_MAX,
@@ -48,9 +50,12 @@ CDW11: Final = Bits(CNSSPECIFIC=(0, 15), CSI=(24, 31))
 CSI_NVM: Final = 0
 _THIS_CONTROLLER: Final = 0xFFFF
 _NSID_LIST_MAX: Final = 1024
+_FORMATS: Final = tuple(LbaFormat(lbads=size.bit_length() - 1) for size in BLOCK_SIZES)
 
 OAES: Final = Bits(NAN=(8, 8), LSIAN=(13, 13))
-OACS: Final = Bits(DBCS=(8, 8), GLSS=(9, 9))
+OACS: Final = Bits(FMT=(1, 1), NMS=(3, 3), DBCS=(8, 8), GLSS=(9, 9))
+CMIC: Final = Bits(MCTRS=(1, 1))
+FNA: Final = Bits(FNS=(0, 0), SENS=(1, 1), CRYES=(2, 2), FBNS=(3, 3))
 FRMW: Final = Bits(FFSRO=(0, 0), NOFS=(1, 3))
 LPA: Final = Bits(SMARTS=(0, 0), CSES=(1, 1), LPEDS=(2, 2), MLPS=(5, 5))
 SIZES: Final = Bits(REQUIRED=(0, 3), MAXIMUM=(4, 7))
@@ -88,6 +93,7 @@ class Structure:
 
 def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
     subsystem = controller.subsystem
+    total, free = subsystem.capacity()
     return bytes(
         IdentifyController(
             vid=VENDOR_ID,
@@ -96,6 +102,7 @@ def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
             mn=_text(subsystem.model, 40),
             fr=_text(FIRMWARE_REVISION, 8),
             ieee=_IEEE,
+            cmic=CMIC.encode(MCTRS=int(len(subsystem.cntlids()) > 1)),
             mdts=MDTS,
             cntlid=controller.cntlid,
             ver=registers.VERSION,
@@ -104,7 +111,7 @@ def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
             oaes=OAES.encode(NAN=1, LSIAN=1),
             cntrltype=1,  # I/O controller
             nvmsr=1,  # a storage device
-            oacs=OACS.encode(DBCS=int(controller.shadow_doorbells), GLSS=1),
+            oacs=OACS.encode(FMT=1, NMS=1, DBCS=int(controller.shadow_doorbells), GLSS=1),
             acl=3,  # 0's based
             aerl=events.LIMIT - 1,  # 0's based
             frmw=FRMW.encode(FFSRO=1, NOFS=1),
@@ -114,11 +121,14 @@ def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
             avscc=1,  # vendor commands, had we any, would use the standard format
             wctemp=WARNING_TEMPERATURE_K,
             cctemp=CRITICAL_TEMPERATURE_K,
+            tnvmcap=tuple(total.to_bytes(16, "little")),
+            unvmcap=tuple(free.to_bytes(16, "little")),
             sqes=SIZES.encode(REQUIRED=registers.IOSQES, MAXIMUM=registers.IOSQES),
             cqes=SIZES.encode(REQUIRED=registers.IOCQES, MAXIMUM=registers.IOCQES),
             maxcmd=QUEUE_ENTRIES_MAX,
             nn=subsystem.max_namespaces,
             oncs=ONCS.mask(),
+            fna=FNA.encode(FBNS=1),  # Format NVM is of one namespace
             vwc=VWC.encode(VWCP=1, FB=_FLUSH_BROADCAST),
             awun=0,  # 0's based: one block, as little as can be said; a namespace may say more
             awupf=0,  # 0's based
@@ -130,16 +140,26 @@ def _controller(controller: Controller, sqe: SubmissionEntry) -> bytes:
 
 
 def _namespace(controller: Controller, sqe: SubmissionEntry) -> bytes:
+    if sqe.nsid == BROADCAST_NSID:  # what all namespaces have in common
+        return bytes(IdentifyNamespace(nlbaf=len(BLOCK_SIZES) - 1, lbaf=_FORMATS))  # 0's based
     info = controller.namespace(sqe.nsid)
-    if info is None:
-        return b""  # inactive: all zeroes
+    return b"" if info is None else _described(info)  # inactive: all zeroes
+
+
+def _allocated_namespace(controller: Controller, sqe: SubmissionEntry) -> bytes:
+    controller.namespace(sqe.nsid)
+    return next((_described(info) for info in controller.subsystem.allocated() if info.nsid == sqe.nsid), b"")
+
+
+def _described(info: NamespaceInfo) -> bytes:
     return bytes(
         IdentifyNamespace(
             nsze=info.num_blocks,
             ncap=info.num_blocks,
             nuse=info.num_blocks,
-            nlbaf=0,  # 0's based: the one format in use
-            flbas=0,
+            nlbaf=len(BLOCK_SIZES) - 1,  # 0's based
+            flbas=BLOCK_SIZES.index(info.block_size),
+            nmic=NMIC_SHARED if info.shared else 0,
             dlfeat=_DLFEAT_ZEROES if info.supports_discard else 0,
             nsfeat=NSFEAT.encode(NSABP=info.atomic_bytes > 0),
             nawun=max(info.atomic_bytes // info.block_size - 1, 0),  # 0's based
@@ -150,22 +170,50 @@ def _namespace(controller: Controller, sqe: SubmissionEntry) -> bytes:
             nsattr=_attributes(info),
             nguid=tuple(info.nguid),
             eui64=tuple(info.eui64),
-            lbaf=(LbaFormat(lbads=info.block_size.bit_length() - 1),),
+            lbaf=_FORMATS,
+            nvmcap=tuple((info.num_blocks * info.block_size).to_bytes(16, "little")),
         )
     )
 
 
 def _independent(controller: Controller, sqe: SubmissionEntry) -> bytes:
     info = controller.namespace(sqe.nsid)
-    return b"" if info is None else bytes(IdentifyNamespaceIndependent(nsattr=_attributes(info), nstat=1))
+    if info is None:
+        return b""
+    nmic = NMIC_SHARED if info.shared else 0
+    return bytes(IdentifyNamespaceIndependent(nmic=nmic, nsattr=_attributes(info), nstat=1))
 
 
 def _active_list(controller: Controller, sqe: SubmissionEntry) -> bytes:
+    return _nsid_list(controller.subsystem.namespaces(), sqe)
+
+
+def _allocated_list(controller: Controller, sqe: SubmissionEntry) -> bytes:
+    return _nsid_list(controller.subsystem.allocated(), sqe)
+
+
+def _nsid_list(infos: Sequence[NamespaceInfo], sqe: SubmissionEntry) -> bytes:
     if sqe.nsid >= 0xFFFFFFFE:
         raise CommandError(Status.INVALID_NAMESPACE_OR_FORMAT, location=NSID_LOCATION)
-    nsids = [info.nsid for info in controller.subsystem.namespaces() if info.nsid > sqe.nsid]
+    nsids = [info.nsid for info in infos if info.nsid > sqe.nsid]
     nsids = nsids[:_NSID_LIST_MAX]
     return struct.pack(f"<{len(nsids)}I", *nsids)
+
+
+def _controllers_of_namespace(controller: Controller, sqe: SubmissionEntry) -> bytes:
+    controller.namespace(sqe.nsid)
+    if all(info.nsid != sqe.nsid for info in controller.subsystem.allocated()):
+        raise CommandError(Status.INVALID_FIELD, location=NSID_LOCATION)
+    return _controllers_from(controller.subsystem.cntlids(sqe.nsid), sqe)
+
+
+def _controllers(controller: Controller, sqe: SubmissionEntry) -> bytes:
+    return _controllers_from(controller.subsystem.cntlids(), sqe)
+
+
+def _controllers_from(cntlids: Sequence[int], sqe: SubmissionEntry) -> bytes:
+    """Those from CNTID on."""
+    return controller_list([one for one in cntlids if one >= CDW10.get(sqe.cdw10, "CNTID")])
 
 
 def _descriptors(controller: Controller, sqe: SubmissionEntry) -> bytes:
@@ -203,6 +251,10 @@ STRUCTURES: Final[dict[int, Structure]] = {
     0x06: Structure(_nvm_controller, csi=True, uses_nsid=False),
     0x07: Structure(_active_list, csi=True),
     0x08: Structure(_independent),
+    0x10: Structure(_allocated_list),
+    0x11: Structure(_allocated_namespace),
+    0x12: Structure(_controllers_of_namespace),
+    0x13: Structure(_controllers, uses_nsid=False),
     0x1C: Structure(_command_sets, uses_nsid=False),
 }
 

@@ -5,9 +5,11 @@ Everything here is a Protocol or a value: the controller does no I/O and reads n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Protocol
+
+from dpu.nvme.wire import BROADCAST_NSID
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,31 @@ class Counters:
     bytes_written: int = 0
     media_errors: int = 0
 
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+
+@dataclass(frozen=True)
+class Life:
+    """What a controller has lived through in earlier connections, each of which is a time that it had power.
+
+    :param powered_ns: nanoseconds
+    :param unsafe_shutdowns: connections that ended without a shutdown (CC.SHN) while the controller was enabled
+    :param errors: entries ever made in the error log
+    :param counters: by NSID
+    """
+
+    power_cycles: int = 0
+    powered_ns: int = 0
+    unsafe_shutdowns: int = 0
+    errors: int = 0
+    counters: Mapping[int, Counters] = field(default_factory=dict)
+
+    def of(self, nsid: int) -> Counters:
+        """Of a namespace, or of all with ``BROADCAST_NSID``."""
+        rows = self.counters.values() if nsid == BROADCAST_NSID else [self.counters.get(nsid, Counters())]
+        return sum(rows, Counters())
+
 
 @dataclass(frozen=True)
 class NamespaceInfo:
@@ -44,6 +71,7 @@ class NamespaceInfo:
     :param readonly: writes are refused with Namespace is Write Protected
     :param atomic_bytes: a Write of so many bytes is wholly done or not at all, also when a worker dies; 0: of one
         block
+    :param shared: may be attached to more than one controller, and there is more than one
     """
 
     nsid: int
@@ -56,10 +84,11 @@ class NamespaceInfo:
     supports_discard: bool = False
     readonly: bool = False
     atomic_bytes: int = 0
+    shared: bool = False
 
 
 class SubsystemView(Protocol):
-    """The NVM subsystem that the controller belongs to. Properties may change; the controller never caches."""
+    """The NVM subsystem as one of its controllers sees it. Properties may change; the controller never caches."""
 
     @property
     def nqn(self) -> str: ...
@@ -72,7 +101,34 @@ class SubsystemView(Protocol):
         """NN: the largest NSID that may ever exist."""
 
     def namespaces(self) -> Sequence[NamespaceInfo]:
-        """The active namespaces in order of NSID."""
+        """The active namespaces, those attached to this controller, in order of NSID."""
+
+    def allocated(self) -> Sequence[NamespaceInfo]:
+        """All namespaces of the subsystem in order of NSID."""
+
+    def cntlids(self, nsid: int | None = None) -> Sequence[int]:
+        """The controllers of the subsystem in order, or those that an allocated namespace is attached to."""
+
+    def life(self) -> Life:
+        """Of this controller before this connection."""
+
+    def capacity(self) -> tuple[int, int]:
+        """Bytes that namespaces can be made of, and of these the bytes that are not in use."""
+
+    # The changes below return when the change is stored and every controller serves it. Asked again by the next
+    # worker, with the same command, they change nothing more. CommandError.
+
+    async def create(self, blocks: int, block_size: int, *, private: bool) -> int:
+        """Make a namespace that is attached to nobody; its NSID."""
+
+    async def delete(self, nsids: Sequence[int]) -> None:
+        """Delete allocated namespaces."""
+
+    async def attach(self, nsid: int, cntlids: Sequence[int], attached: bool) -> None:
+        """Attach an allocated namespace to controllers, or detach it."""
+
+    async def format(self, nsid: int, block_size: int) -> None:
+        """Give an allocated namespace logical blocks of this size, which read as zeroes."""
 
 
 class GuestMemory(Protocol):
@@ -109,11 +165,8 @@ class DataPlane(Protocol):
     async def close_all(self) -> None:
         """Stop every queue and drop what is in flight, parked commands included. Forgets dbbuf and mask.
 
-        A ``close_sq`` that still waits returns. Memory that is not shared may be written later: ``late_writes``.
+        A ``close_sq`` that still waits returns.
         """
-
-    def late_writes(self) -> bool:
-        """Whether a command of before ``close_all`` may still write guest memory."""
 
     async def flush(self) -> None:
         """Make every write that has completed durable (normal shutdown)."""

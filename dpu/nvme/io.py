@@ -50,6 +50,8 @@ class Subsystem(Protocol):
 
     def backend(self, nsid: int) -> Backend: ...
 
+    def block_size(self, nsid: int) -> int: ...
+
 
 async def execute(sqe: bytes, memory: GuestMemory, subsystem: Subsystem, durable: bool) -> Completion:
     """Do one command; guest memory is read before the thread begins and written after it has ended.
@@ -60,7 +62,7 @@ async def execute(sqe: bytes, memory: GuestMemory, subsystem: Subsystem, durable
     durable = durable or bool(entry.cdw12 & CDW12_FUA)
     try:
         if entry.opcode == NvmOpcode.COPY:
-            return await _copy(entry, memory, subsystem.backend(entry.nsid), durable)
+            return await _copy(entry, memory, subsystem, durable)
         await _dispatch(entry, memory, subsystem, durable)
     except CommandError as error:
         return Completion(error.status.field(dnr=error.dnr))
@@ -82,12 +84,12 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
             if fd >= 0:
                 await asyncio.to_thread(os.fdatasync, fd)
         return
-    backend = subsystem.backend(entry.nsid)
+    backend, size = subsystem.backend(entry.nsid), subsystem.block_size(entry.nsid)
     if op == NvmOpcode.DATASET_MANAGEMENT:
-        await _deallocate(entry, memory, backend)
+        await _deallocate(entry, memory, backend, size)
         return
     lba, blocks = entry.cdw10 | entry.cdw11 << 32, (entry.cdw12 & CDW12_NLB) + 1  # NLB is 0's based
-    offset, length = lba * backend.block_size, blocks * backend.block_size
+    offset, length = lba * size, blocks * size
     if op == NvmOpcode.WRITE_UNCORRECTABLE:
         if backend.marks is None:
             raise OSError(errno.ENOMEM, "no marks")
@@ -114,12 +116,19 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
         _unmark(backend, lba, blocks)
 
 
-async def _copy(entry: SubmissionEntry, memory: GuestMemory, backend: Backend, durable: bool) -> Completion:
+async def erase(backend: Backend) -> None:
+    """Make every block read as zeroes, durably. OSError."""
+    if backend.fd >= 0:
+        await asyncio.to_thread(_zero, backend.fd, backend.size_bytes, 0, True)
+
+
+async def _copy(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subsystem, durable: bool) -> Completion:
     """Copy (NVM 3.2.2), range by range; DW0 of a failure is the first range that was not copied."""
+    backend = subsystem.backend(entry.nsid)
     count = (entry.cdw12 & CDW12_COPY_NR) + 1  # 0's based
     data = prp.read(memory, entry, 32 * count)
     ranges = [CopyRange.from_buffer_copy(data, 32 * i) for i in range(count)]
-    lba, size = entry.cdw10 | entry.cdw11 << 32, backend.block_size
+    lba, size = entry.cdw10 | entry.cdw11 << 32, subsystem.block_size(entry.nsid)
     lengths = [(one.nlb + 1) * size for one in ranges]  # 0's based
     # Of memory that is shared all was checked before, but the guest may have changed its ranges since.
     if max(lengths) > TRANSFER_MAX or sum(lengths) > COPY_MAX:
@@ -157,17 +166,16 @@ def _unmark(backend: Backend, lba: int, blocks: int) -> None:
         backend.marks.clear(lba, blocks)
 
 
-async def _deallocate(entry: SubmissionEntry, memory: GuestMemory, backend: Backend) -> None:
+async def _deallocate(entry: SubmissionEntry, memory: GuestMemory, backend: Backend, size: int) -> None:
     count = (entry.cdw10 & 0xFF) + 1  # 0's based
     data = prp.read(memory, entry, 16 * count)
     ranges = [DsmRange.from_buffer_copy(data, 16 * i) for i in range(count)]
-    if any(one.slba + one.nlb > backend.num_blocks for one in ranges):
+    if any((one.slba + one.nlb) * size > backend.size_bytes for one in ranges):
         raise CommandError(Status.LBA_OUT_OF_RANGE)
     if entry.cdw11 & CDW11_DSM_AD and backend.readonly:
         raise CommandError(Status.NAMESPACE_WRITE_PROTECTED)
     if entry.cdw11 & CDW11_DSM_AD and backend.supports_discard:
         for one in ranges:
-            size = backend.block_size
             if await asyncio.to_thread(_punch, backend.fd, one.nlb * size, one.slba * size):
                 _unmark(backend, one.slba, one.nlb)  # a deallocated block reads as DLFEAT says
 

@@ -74,8 +74,9 @@ def _errors(controller: Controller, nsid: int) -> bytes:
 
 
 def _smart(controller: Controller, nsid: int) -> bytes:
-    counters = controller.plane.counters(nsid)
-    hours = (controller.clock.now_ns() - controller.started_ns) // _HOUR_NS
+    life = controller.subsystem.life()
+    counters = life.of(nsid) + controller.plane.counters(nsid)
+    hours = (life.powered_ns + controller.clock.now_ns() - controller.started_ns) // _HOUR_NS
     return bytes(
         SmartLog(
             critical_warning=critical_warning(controller),
@@ -86,8 +87,9 @@ def _smart(controller: Controller, nsid: int) -> bytes:
             data_units_written=_pair(-(-counters.bytes_written // 512_000)),
             host_read_commands=_pair(counters.reads),
             host_write_commands=_pair(counters.writes),
-            power_cycles=_pair(1),  # a controller lives from one power-on, its connection, to the next
+            power_cycles=_pair(life.power_cycles + 1),  # a connection is a time with power
             power_on_hours=_pair(hours),
+            unsafe_shutdowns=_pair(life.unsafe_shutdowns),
             media_errors=_pair(counters.media_errors),
             num_err_log_entries=_pair(controller.errors.count),
         )

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 from dpu.backends import os_error
 from dpu.errors import RpcError
 from dpu.rpc.framing import FramingError
+from dpu.rpc.warnings import collecting
 
 log = logging.getLogger(__name__)
 
@@ -256,14 +257,16 @@ class Dispatcher:
         if not _valid(request):
             return _error(None, INVALID_REQUEST)
         identifier = request.get("id")
-        try:
-            result = await self.call(request["method"], request.get("params"))
-        except RpcError as error:
-            return None if identifier is None else _error(identifier, error)
+        with collecting() as found:
+            try:
+                result = await self.call(request["method"], request.get("params"))
+            except RpcError as error:
+                return None if identifier is None else _error(identifier, error)
         if isinstance(result, Then):
             actions.append(result.action)
             result = result.result
-        return None if identifier is None else {"jsonrpc": "2.0", "id": identifier, "result": result}
+        more = {"warnings": found} if found else {}
+        return None if identifier is None else {"jsonrpc": "2.0", "id": identifier, "result": result, **more}
 
     async def call(self, name: str, given: Any = None) -> Any:
         """The result of one method; RpcError for everything that a client would get as an error."""

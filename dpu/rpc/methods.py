@@ -4,7 +4,8 @@ Use: ``dispatcher(target)``. To add an RPC, add a row.
 Parameters of SPDK's that this target cannot follow are taken where they change nothing (``only``), so that
 ``spdk-rpc``, which sends them with their neutral values, works. ``_hint`` marks those that tune SPDK's own
 memory and have no counterpart here; they are taken with any value.
-Ours beside SPDK's: ``dpu_get_stats``, ``dpu_trace_*``, and ``cache_mode`` of ``bdev_aio_create``.
+Ours beside SPDK's: ``dpu_get_stats``, ``dpu_trace_*``, ``nvmf_ns_attach_controller`` and its opposite, and
+``cache_mode`` of ``bdev_aio_create``.
 Source: SPDK's JSON-RPC documentation; PyPI ``spdk`` 26.9 for what a client sends; recorded answers for the
 rest.
 """
@@ -29,6 +30,7 @@ from dpu.rpc.dispatcher import (
     boolean,
     hexadecimal,
     i32,
+    integer,
     nested,
     one_of,
     only,
@@ -39,7 +41,7 @@ from dpu.rpc.dispatcher import (
     uuid,
 )
 from dpu.rpc.logs import FLAGS, LEVELS
-from dpu.target import Target, Transport, invalid
+from dpu.target import CNTLID_MAX, Target, Transport, invalid
 from dpu.trace import ENTRIES, FORMATS
 
 # The SPDK release whose dialect this is.
@@ -66,6 +68,12 @@ _LEVEL = Param("level", one_of(*LEVELS), required=True)
 _FLAG = Param("flag", one_of(*FLAGS, "all"), required=True)
 _TGT_NAME = Param("tgt_name", only("nvmf_tgt"), ignored=True)
 _NQN = Param("nqn", string, required=True)
+_ATTACHMENT = (
+    _NQN,
+    Param("nsid", u32, required=True),
+    Param("cntlid", integer(1, CNTLID_MAX), required=True),
+    _TGT_NAME,
+)
 _GEOMETRY = (
     Param("num_blocks", u64, required=True),
     Param("block_size", u32, required=True),
@@ -172,6 +180,12 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
     async def delete_uring(name: str) -> bool:
         return await target.delete_bdev(name, UringBackend)
 
+    async def rescan_file(name: str) -> bool:
+        return await target.rescan_file(name, FileBackend)
+
+    async def rescan_uring(name: str) -> bool:
+        return await target.rescan_file(name, UringBackend)
+
     async def create_transport(trtype: str, **options: bool) -> bool:
         return await target.create_transport(trtype, Transport(**options))
 
@@ -186,6 +200,12 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
 
     async def add_namespace(nqn: str, namespace: dict[str, Any]) -> int:
         return await target.add_namespace(nqn=nqn, **namespace)
+
+    async def attach_namespace(nqn: str, nsid: int, cntlid: int) -> bool:
+        return await target.attach_namespace(nqn, nsid, cntlid, attached=True)
+
+    async def detach_namespace(nqn: str, nsid: int, cntlid: int) -> bool:
+        return await target.attach_namespace(nqn, nsid, cntlid, attached=False)
 
     async def add_listener(nqn: str, listen_address: dict[str, str], **options: bool) -> bool:
         return await target.add_listener(nqn=nqn, **listen_address, options=options)
@@ -285,6 +305,7 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
             ),
         ),
         Method("bdev_null_delete", delete_null, (_name(),)),
+        Method("bdev_null_resize", target.resize_null, (_name(), Param("new_size", u64, required=True))),
         Method(
             "bdev_aio_create",
             target.create_file,
@@ -300,6 +321,7 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
             ),
         ),
         Method("bdev_aio_delete", delete_file, (_name(),)),
+        Method("bdev_aio_rescan", rescan_file, (_name(),)),
         Method(
             "bdev_uring_create",
             create_uring,
@@ -311,6 +333,7 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
             ),
         ),
         Method("bdev_uring_delete", delete_uring, (_name(),)),
+        Method("bdev_uring_rescan", rescan_uring, (_name(),)),
         Method(
             "nvmf_create_transport",
             create_transport,
@@ -390,7 +413,7 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
                         Param("uuid", uuid),
                         Param("nguid", hexadecimal(16)),
                         Param("eui64", hexadecimal(8)),
-                        _neutral("no_auto_visible", False),
+                        Param("no_auto_visible", boolean, default=False),
                         _hint("anagrpid"),
                     ),
                     required=True,
@@ -405,6 +428,8 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
             (_NQN, Param("nsid", u32, required=True), _TGT_NAME),
             INVALID_PARAMS,
         ),
+        Method("nvmf_ns_attach_controller", attach_namespace, _ATTACHMENT, INVALID_PARAMS),
+        Method("nvmf_ns_detach_controller", detach_namespace, _ATTACHMENT, INVALID_PARAMS),
         Method(
             "nvmf_subsystem_add_listener",
             add_listener,

@@ -188,6 +188,10 @@ class Spdk(Client):
         """``block_size`` in bytes; its name."""
         return self._do(str, "bdev_null_create", name=name, num_blocks=num_blocks, block_size=block_size, uuid=uuid)
 
+    def bdev_null_resize(self, *, name: str, new_size: int) -> bool:
+        """``new_size`` in MiB."""
+        return self._do(bool, "bdev_null_resize", name=name, new_size=new_size)
+
     def bdev_null_delete(self, *, name: str) -> bool:
         return self._do(bool, "bdev_null_delete", name=name)
 
@@ -213,6 +217,10 @@ class Spdk(Client):
             uuid=uuid,
         )
 
+    def bdev_aio_rescan(self, *, name: str) -> bool:
+        """Take the size that its file has now."""
+        return self._do(bool, "bdev_aio_rescan", name=name)
+
     def bdev_aio_delete(self, *, name: str) -> bool:
         return self._do(bool, "bdev_aio_delete", name=name)
 
@@ -221,6 +229,10 @@ class Spdk(Client):
     ) -> str:
         """``block_size`` in bytes; its name."""
         return self._do(str, "bdev_uring_create", filename=filename, name=name, block_size=block_size, uuid=uuid)
+
+    def bdev_uring_rescan(self, *, name: str) -> bool:
+        """Take the size that its file has now."""
+        return self._do(bool, "bdev_uring_rescan", name=name)
 
     def bdev_uring_delete(self, *, name: str) -> bool:
         return self._do(bool, "bdev_uring_delete", name=name)
@@ -451,6 +463,14 @@ class Spdk(Client):
     def nvmf_subsystem_add_ns(self, *, nqn: str, namespace: NewNamespace) -> int:
         """Its NSID."""
         return self._do(int, "nvmf_subsystem_add_ns", nqn=nqn, namespace=namespace)
+
+    def nvmf_ns_attach_controller(self, *, nqn: str, nsid: int, cntlid: int) -> bool:
+        """dpud only."""
+        return self._do(bool, "nvmf_ns_attach_controller", nqn=nqn, nsid=nsid, cntlid=cntlid)
+
+    def nvmf_ns_detach_controller(self, *, nqn: str, nsid: int, cntlid: int) -> bool:
+        """dpud only."""
+        return self._do(bool, "nvmf_ns_detach_controller", nqn=nqn, nsid=nsid, cntlid=cntlid)
 
     def nvmf_subsystem_remove_ns(self, *, nqn: str, nsid: int) -> bool:
         return self._do(bool, "nvmf_subsystem_remove_ns", nqn=nqn, nsid=nsid)

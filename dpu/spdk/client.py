@@ -24,11 +24,15 @@ TIMEOUT_S = 60.0
 
 
 class Client:
-    """``path``: of the socket. ``timeout_s``: longest wait for an answer, in seconds."""
+    """``path``: of the socket. ``timeout_s``: longest wait for an answer, in seconds.
+
+    ``warnings``: what a ``dpud`` had to say beside the result of the last ``call`` (SPDK says nothing).
+    """
 
     def __init__(self, path: str | os.PathLike[str], *, timeout_s: float = TIMEOUT_S) -> None:
         self.path = os.fspath(path)
         self.timeout_s = timeout_s
+        self.warnings: list[str] = []
         self._client: Any = None
 
     def __enter__(self) -> Self:
@@ -60,6 +64,7 @@ class Client:
             # Not the client's own call(): it makes one text of an error answer and its request.
             self._client.send(method, dict(params or {}))
             answer = self._client.recv()
+        self.warnings = answer.get("warnings", [])
         return _result(answer)
 
     def batch(self, calls: Sequence[tuple[str, Mapping[str, Any] | None]]) -> list[Any]:

@@ -95,7 +95,7 @@ def test_kill_on_the_data_path(
     point: str, depth: int, nsid: int, record_property: Callable[[str, object], None]
 ) -> None:
     shadow = point not in ("header_read", "doorbell_stored")
-    count = {"in_loop": 50_000, "before_eventfd": 60}.get(point, 200)
+    count = {"in_loop": 2_000, "before_eventfd": 60}.get(point, 200)
     with running(f"{point}:{count}") as (daemon, target, death), connected(target) as nvme:
         nvme.enable()
         if shadow:

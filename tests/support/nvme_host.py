@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dpu.clock import VirtualClock
 from dpu.errors import DmaFault
 from dpu.nvme.controller import Controller
-from dpu.nvme.interfaces import Completion, Counters, NamespaceInfo
+from dpu.nvme.interfaces import Completion, Counters, Life, NamespaceInfo
 
 T = TypeVar("T")
 
@@ -87,7 +87,6 @@ class Plane:
         self.dbbuf: tuple[int, int] | None = None
         self.mask = 0
         self.flushes = 0
-        self.late = False  # writes of before a reset
         self.closings = 0
         self.completed: list[tuple[int, Completion]] = []
         self.counts: dict[int, Counters] = {}
@@ -130,9 +129,6 @@ class Plane:
         self.dbbuf = None
         self.mask = 0
 
-    def late_writes(self) -> bool:
-        return self.late
-
     async def flush(self) -> None:
         self.flushes += 1
 
@@ -165,6 +161,10 @@ class Subsystem:
         self.serial = "SER-1"
         self.model = "Unit test model"
         self.max_namespaces = 8
+        self.controllers = [5]
+        self.detached: set[int] = set()
+        self.calls: list[tuple[Any, ...]] = []
+        self.lived = Life()
         self.infos = [
             NamespaceInfo(
                 nsid=1,
@@ -188,7 +188,32 @@ class Subsystem:
         ]
 
     def namespaces(self) -> list[NamespaceInfo]:
+        return [info for info in self.infos if info.nsid not in self.detached]
+
+    def allocated(self) -> list[NamespaceInfo]:
         return self.infos
+
+    def cntlids(self, nsid: int | None = None) -> list[int]:
+        return self.controllers if nsid not in self.detached else []
+
+    def life(self) -> Life:
+        return self.lived
+
+    def capacity(self) -> tuple[int, int]:
+        return 1 << 70, 1 << 69
+
+    async def create(self, blocks: int, block_size: int, *, private: bool) -> int:
+        self.calls.append(("create", blocks, block_size, private))
+        return 7
+
+    async def delete(self, nsids: Sequence[int]) -> None:
+        self.calls.append(("delete", *nsids))
+
+    async def attach(self, nsid: int, cntlids: Sequence[int], attached: bool) -> None:
+        self.calls.append(("attach" if attached else "detach", nsid, *cntlids))
+
+    async def format(self, nsid: int, block_size: int) -> None:
+        self.calls.append(("format", nsid, block_size))
 
 
 @dataclass

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,10 +113,16 @@ class FakeHost:
         if self.refuse_namespaces:
             raise RpcError(-12, "Cannot allocate memory")
 
-    async def namespace_removed(self, subsystem: Subsystem, nsid: int) -> None:
-        assert nsid not in subsystem.by_nsid, "told after it is gone"
-        self.step(("namespace_removed", subsystem.nqn, nsid))
+    async def namespace_changed(self, subsystem: Subsystem, nsid: int) -> None:
+        what = "namespace_changed" if nsid in subsystem.by_nsid else "namespace_removed"
+        self.step((what, subsystem.nqn, nsid))
         await asyncio.sleep(0)
+
+    @contextlib.asynccontextmanager
+    async def paused(self, subsystem: Subsystem) -> AsyncIterator[None]:
+        self.step(("paused", subsystem.nqn))
+        yield
+        self.step(("resumed", subsystem.nqn))
 
     async def subsystem_deleted(self, subsystem: Subsystem) -> None:
         self.step(("subsystem_deleted", subsystem.nqn))

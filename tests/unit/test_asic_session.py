@@ -18,19 +18,16 @@ from dpu.fastpath.uring import NoRing
 from dpu.nvme import io
 from dpu.nvme.interfaces import Completion
 from dpu.session import IRQ_MSIX, Client
-from dpu.target import Listener
+from dpu.target import Listener, Subsystem
 from tests.support import nvme_driver as nv
-from tests.support.nvme_host import Subsystem
 from tests.unit.asic_lab import PRODUCT, GuestCq, GuestSq, Kept, store_doorbell
 
 DEADLINE_S = 60.0
 
 
-class Board(Subsystem):
-    """A subsystem without namespaces of its own."""
-
-    by_nsid: dict[int, Any] = {}
-    listeners: dict[str, Listener] = {"listener": Listener("nqn", "/nowhere", "0")}
+def board() -> Subsystem:
+    """A subsystem without namespaces."""
+    return Subsystem("nqn", "serial", "model", listeners={"listener": Listener("nqn", "/nowhere", "0")})
 
 
 class Channel:
@@ -48,6 +45,7 @@ class Worker:
 
     generation = 1
     channel = Channel()
+    target: Any = None
 
     def __init__(self, poller: Any) -> None:
         self.poller = poller
@@ -67,9 +65,8 @@ class Bench:
         self.word = np.zeros(1, np.int64)
         self.poller = Poller(None, int(self.word.ctypes.data), NoRing())
         worker: Any = Worker(self.poller)
-        board: Any = Board()
-        self.client = Client(worker, 1, "listener", os.dup(kept.device.fileno()), board)
-        self.client.open(os.dup(kept.state_fd), os.dup(kept.bar_fd), 1)
+        self.client = Client(worker, 1, "listener", os.dup(kept.device.fileno()), board())
+        self.client.open(os.dup(kept.state_fd), os.dup(kept.bar_fd))
         self.plane = self.client.plane
         for iova, offset, size in kept.ram.windows:
             self.plane.adopt_dma(iova, size, 3, offset, kept.ram.fd)

@@ -54,6 +54,9 @@ class Subsystem:
     def backend(self, nsid: int) -> Backend:
         return self.by_nsid[nsid]
 
+    def block_size(self, nsid: int) -> int:
+        return self.by_nsid[nsid].block_size
+
 
 @pytest.fixture
 def memory() -> Memory:

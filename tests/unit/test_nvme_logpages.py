@@ -164,10 +164,12 @@ def test_effects_log() -> None:
     host = Host()
     words = struct.unpack("<512I", host.log(0x05, 4096)[:2048])
     admin = {opcode for opcode in range(256) if words[opcode]}
-    assert admin == {0x00, 0x01, 0x02, 0x04, 0x05, 0x06, 0x08, 0x09, 0x0A, 0x0C, 0x7C, 0x86}
-    assert all(words[opcode] & 0xFFFFF == 1 for opcode in admin)  # CSUPP
-    # scope: controller; of Get LBA Status a namespace
-    assert all(words[opcode] >> 20 == (1 if opcode == 0x86 else 2) for opcode in admin)
+    assert admin == {0x00, 0x01, 0x02, 0x04, 0x05, 0x06, 0x08, 0x09, 0x0A, 0x0C, 0x0D, 0x15, 0x7C, 0x80, 0x86}
+    # CSUPP; of namespace commands NCC and NIC; of Format NVM LBCC, NCC and CSE: nothing else on that namespace
+    effects = {0x0D: 0b1101, 0x15: 0b1101, 0x80: 1 << 16 | 0b111}
+    assert all(words[opcode] & 0xFFFFF == effects.get(opcode, 1) for opcode in admin)
+    # scope: controller; of some a namespace
+    assert all(words[opcode] >> 20 == (1 if opcode in (0x0D, 0x15, 0x80, 0x86) else 2) for opcode in admin)
     io = {opcode: words[256 + opcode] & 0xFFFFF for opcode in range(256) if words[256 + opcode]}
     # CSUPP, LBCC
     assert io == {0x00: 1, 0x01: 3, 0x02: 1, 0x04: 3, 0x05: 1, 0x08: 3, 0x09: 3, 0x0C: 1, 0x19: 3}

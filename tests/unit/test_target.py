@@ -17,7 +17,6 @@ import pytest
 from dpu import target as target_module
 from dpu.backends import FileBackend, MemoryBackend, NullBackend
 from dpu.errors import RpcError
-from dpu.nvme.interfaces import SubsystemView
 from dpu.target import MODEL_DEFAULT, Target, Transport, default_serial, nqn_problem
 from tests.support.rpc_host import FakeHost, Kept, Killed
 
@@ -345,7 +344,7 @@ def test_identity_limits(wrong: dict[str, Any], target: Target) -> None:
 
 def test_defaults(target: Target) -> None:
     asyncio.run(target.create_subsystem(nqn=NQN))
-    subsystem: SubsystemView = target.subsystems[NQN]
+    subsystem = target.subsystems[NQN]
     assert (subsystem.model, subsystem.max_namespaces) == (MODEL_DEFAULT, 32)
     assert subsystem.serial == default_serial(NQN) != default_serial(NQN + "b")
     assert len(subsystem.serial) == 20 and subsystem.serial.isascii()

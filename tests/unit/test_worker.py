@@ -33,8 +33,10 @@ class Channel:
 class Guest:
     """What the worker asks of a client."""
 
-    def __init__(self, subsystem: Any) -> None:
-        self.subsystem = subsystem
+    def __init__(self, listener: str) -> None:
+        self.subsystem: Any = None
+        self.controller = SimpleNamespace(cntlid=1, life=lambda: None)
+        self.listener = listener
         self.hung_up = False
         self.drained = asyncio.Event()
 
@@ -55,7 +57,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     subsystem = object()
 
     def client(packet: Packet, areas: Any) -> Guest:
-        guest = worker.clients[packet.fields["client"]] = Guest(subsystem)  # type: ignore[assignment]
+        guest = worker.clients[packet.fields["client"]] = Guest(packet.fields["listener"])  # type: ignore[assignment]
         return guest  # type: ignore[return-value]
 
     monkeypatch.setattr(
@@ -64,7 +66,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
         SimpleNamespace(
             subsystem_of=lambda key: subsystem,
             commit_counts=lambda: None,
-            iostat=SimpleNamespace(settle=lambda rows: None, forget=lambda number: None),
+            iostat=SimpleNamespace(settle=lambda rows: None),
+            retire=lambda *what: None,
+            forget=lambda number: None,
         ),
     )
     monkeypatch.setattr(worker, "_client", client)
