@@ -33,22 +33,30 @@ def anonymous_bytes(pid: int) -> int:
     return int(match[1]) << 10
 
 
-def settled(daemon: Daemon, controllers: int, wanted: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
-    """(descriptors of the keeper, of the worker, mapped files) when so many controllers are left.
+def rpc_connections(daemon: Daemon) -> int:
+    """Those of JSON-RPC that the daemon has yet to close, some time after its answer (unix(7), state 3)."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    return sum(row[5] == "03" and row[7:] == [daemon.rpc_path] for row in rows)
 
-    Waits for ``wanted``: a connection of the RPC before may be about to close.
+
+def settled(daemon: Daemon, controllers: int, limits: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
+    """(descriptors of the keeper, of the worker, mapped files) when so many controllers are left, and no RPC.
+
+    Waits until none is above ``limits``; without them, until twice the same is seen.
     """
     deadline = time.monotonic() + nv.DEADLINE_S
     last = (0, 0, 0)
     while True:
-        count = len(daemon.rpc("dpu_get_stats")["controllers"])
-        worker = daemon.worker_pid()
+        count, worker = len(daemon.rpc("dpu_get_stats")["controllers"]), daemon.worker_pid()
+        while rpc_connections(daemon):
+            assert time.monotonic() < deadline, "a connection of JSON-RPC stays open"
         assert daemon.process is not None
         now = descriptors(daemon.process.pid), descriptors(worker), mapped_files(worker)
-        if count == controllers and now == (wanted or last):
+        enough = now == last if limits is None else all(one <= limit for one, limit in zip(now, limits, strict=True))
+        if count == controllers and enough:
             return now
         last = now
-        assert time.monotonic() < deadline, f"{count} controllers, {now}"
+        assert time.monotonic() < deadline, f"{count} controllers, {now}, not {limits}"
 
 
 @pytest.mark.parametrize("listener", [{"disable_msix": True}, {}], ids=["msi", "msix"])
