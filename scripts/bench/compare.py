@@ -10,7 +10,7 @@ judges. There are ``--trials`` (20) of them, and as many A/A trials, in which NE
 * ``stage`` (default): the compiled stage alone, on one thread, the guest's side in C (gcc; see fastpath.py). Each
   run is a process of its own that loads the code anew, because where code and data come to lie makes up to a percent;
   its measure is the median pass of the fastest of a dozen rounds, in ns per command. It holds on a loaded machine:
-  passes that were interrupted do not count.
+  passes that were interrupted do not count. A pair loads at once, each on a core, and measures one after the other.
 * ``daemon``: real daemons, the test driver's compiled closed loop (16 KiB reads, QD 32), no VM. A run is a new
   controller with new guest memory; its measures are the worker's CPU time and the wall time per command, each of the
   fastest of ``--blocks`` blocks. For a quiet machine: under load, how often both sides sleep is most of the CPU time.
@@ -46,7 +46,6 @@ from tests.support.nvme_driver import GuestRam, Nvme
 from tests.support.perf import closed_loop
 
 Run = dict[str, Measure]
-Side = Callable[[], Run]
 
 PASS, CPU, WALL = "stage per command", "cpu per command", "time per command"
 CALM_S = 0.005  # longer than a tick of the scheduler
@@ -86,18 +85,18 @@ class Stage:
             )
         )
 
-    def side(self, package: Path, cache: Path) -> Side:
+    def side(self, package: Path, cache: Path) -> str:
         """Of the package `dpu` in the folder ``package``."""
+        return f"{package} {cache}"
 
-        def run() -> Run:
-            assert self.process.stdin and self.process.stdout
-            self.process.stdin.write(f"{package} {cache}\n")
-            self.process.stdin.flush()
-            line = self.process.stdout.readline()
-            assert line, "a run failed; its words are above"
-            return {PASS: measured(float(line))}
-
-        return run
+    def run(self, *sides: str) -> list[Run]:
+        """One run of each, in this order."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(" ".join(sides) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        assert line, "a run failed; its words are above"
+        return [{PASS: measured(float(word))} for word in line.split()]
 
 
 # ---- a whole daemon
@@ -109,7 +108,7 @@ class Cards:
     def __init__(self, stack: ExitStack, arguments: argparse.Namespace) -> None:
         self.stack, self.arguments = stack, arguments
 
-    def side(self, package: Path, cache: Path) -> Side:
+    def side(self, package: Path, cache: Path) -> Callable[[], Run]:
         """A daemon of the package `dpu` in the folder ``package``; it finds its cache by itself."""
         folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="dpu-c-")))
         card = self.stack.enter_context(Daemon(folder, env={"PYTHONPATH": str(package)}))
@@ -136,6 +135,10 @@ class Cards:
 
         return run
 
+    def run(self, *sides: Callable[[], Run]) -> list[Run]:
+        """One run of each, in this order."""
+        return [side() for side in sides]
+
 
 def settled_cpu_ns(pid: int) -> int:
     """The worker's CPU time when its poller has gone to sleep: before, the kernel's account lags behind by a tick."""
@@ -159,12 +162,13 @@ def slowed_copy(into: Path, delay_ns: float) -> None:
     source.write_text(text.replace(ANCHOR, DELAY.format(ticks=ticks)))
 
 
-def trial(base: Side, new: Side, pairs: int, seed: int) -> tuple[list[Finding], list[float]]:
+def trial(runs: Any, base: Any, new: Any, pairs: int, seed: int) -> tuple[list[Finding], list[float]]:
     """The judgement, and each pair's ratio of the first measure."""
     sides: tuple[list[Run], list[Run]] = ([], [])
     for base_first in order(pairs, seed):
-        for side in (0, 1) if base_first else (1, 0):
-            sides[side].append((base, new)[side]())
+        found = runs.run(base, new) if base_first else reversed(runs.run(new, base))
+        for side, one in zip(sides, found, strict=True):
+            side.append(one)
     first = next(iter(sides[0][0]))
     return judge(*sides, paired=True), [b[first].value / a[first].value for a, b in zip(*sides)]
 
@@ -173,19 +177,19 @@ def run(arguments: argparse.Namespace) -> common.Report:
     report = common.Report("compare", arguments)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dpu-c-")))
-        runs = Stage(stack, arguments) if arguments.through == "stage" else Cards(stack, arguments)
+        runs: Stage | Cards = Stage(stack, arguments) if arguments.through == "stage" else Cards(stack, arguments)
         base, twin = (runs.side(common.ROOT, jitcache.directory()[0]) for _ in range(2))
-        base_ns = median(next(iter(base().values())).value for _ in range(5))
+        base_ns = median(next(iter(run.values())).value for _ in range(5) for run in runs.run(base))
         report.results["base_ns"] = round(base_ns, 1)
         slowed_copy(folder, base_ns * arguments.slowdown / 100)
         slow = runs.side(folder, folder / "cache")
-        slow()  # compiles
+        runs.run(slow)  # compiles
         rows = []
         for kind, new in (("slowed", slow), ("A/A", twin)):
             verdicts: Counter[str] = Counter()
             ratios: list[float] = []
             for number in range(arguments.trials):
-                findings, found = trial(base, new, arguments.pairs, number)
+                findings, found = trial(runs, base, new, arguments.pairs, number)
                 changed = {finding.verdict for finding in findings} - {"same"}
                 verdicts["worse" if "worse" in changed else next(iter(changed), "same")] += 1
                 ratios += found
