@@ -32,11 +32,11 @@ from net.mrc.frame import (
     encode_headers,
     seal,
 )
-from net.mrc.wire import CODECS, STACK_CODECS, WRITES, Bth, Opcode
+from net.mrc.wire import MESSAGE_CODECS, WRITES, Opcode
 from net.srv6 import Plan
 from net.topology import plane_of
 
-_ENDS_BYTES = ETHERNET_BYTES + 2 * IPV6_BYTES + UDP_BYTES + CODECS[Bth].size + ICRC_BYTES
+_ENDS_BYTES = ETHERNET_BYTES + 2 * IPV6_BYTES + UDP_BYTES + ICRC_BYTES
 _FRONT_BYTES = 2 * IPV6_BYTES + UDP_BYTES
 _KEPT_MAX = 1 << 12
 K = TypeVar("K")
@@ -77,7 +77,12 @@ class Datagram(NamedTuple):
     def wire_bytes(self) -> int:
         """Length of the whole frame with Ethernet, two IPv6 headers and ICRC."""
         bth, _, payload = self.message
-        return _ENDS_BYTES + STACK_CODECS[bth.opcode, bth.ts].size + len(payload) + bth.pad
+        return frame_bytes(bth.opcode, bth.ts, len(payload) + bth.pad)
+
+
+def frame_bytes(opcode: int, ts: int, payload_bytes: int) -> int:
+    """Length of a frame with Ethernet, two IPv6 headers and ICRC; the payload's padding counts."""
+    return _ENDS_BYTES + MESSAGE_CODECS[opcode, ts].size + payload_bytes
 
 
 class Addressing:

@@ -77,7 +77,9 @@ class Endpoint:
         self._turn = 0
         self._rng = rng
         self._regions: dict[int, Region] = {}
-        self._wake_ns: int | None = None
+        self.wake_ns: int | None = None
+        """When to call again at the latest, after a step."""
+        self._expected_ns: int | None = None  # the same, ports that are full left out
         self._down: frozenset[int] = frozenset()
         self._ports_changed = False
 
@@ -136,22 +138,27 @@ class Endpoint:
 
     def step(self, now_ns: int, received: Iterable[Datagram] = ()) -> Output:
         """Takes in what arrived and says what to send."""
-        send: list[Datagram] = []
+        return Output(list(self.run(now_ns, received)), self.wake_ns, self.take_completions())
+
+    def run(self, now_ns: int, received: Iterable[Datagram] = ()) -> Iterator[Datagram]:
+        """A step, piece by piece: each datagram is done with before the next is asked for.
+
+        To be run to its end; then ``wake_ns`` and ``take_completions`` have the rest.
+        """
         for datagram in received:
-            send += self._receive(now_ns, datagram)
+            yield from self._receive(now_ns, datagram)
         self._forgive_if_late(now_ns)
         if self._ports_changed:
             self._announce_ports(now_ns)
         for peer in self.peers.values():
-            send += peer.updates(now_ns)
-        send += self._share_out(now_ns)
+            yield from peer.updates(now_ns)
+        yield from self._share_out(now_ns)
         wakes = [pair.requestor.wake_ns() for pair in self.pairs.values()]
         wakes += [peer.wake_ns() for peer in self.peers.values()]
-        self._wake_ns = min((wake for wake in wakes if wake is not None), default=None)
-        wake_ns = self._wake_ns
+        self._expected_ns = self.wake_ns = min((wake for wake in wakes if wake is not None), default=None)
         if any(pair.requestor.blocked for pair in self.pairs.values()):
-            wake_ns = min((at for at in (wake_ns, self._ports.room_ns(now_ns)) if at is not None), default=None)
-        return Output(send, wake_ns, list(self._completions()))
+            times = (self.wake_ns, self._ports.room_ns(now_ns))
+            self.wake_ns = min((at for at in times if at is not None), default=None)
 
     def _share_out(self, now_ns: int) -> Iterator[Datagram]:
         """A packet of each queue pair in turn, while there are any; another one begins each time."""
@@ -187,10 +194,10 @@ class Endpoint:
 
     def _forgive_if_late(self, now_ns: int) -> None:
         """Called long after the time asked for, we were not running, and what we missed may still be on its way."""
-        if self._wake_ns is None:
+        if self._expected_ns is None:
             return
         for pair in self.pairs.values():
-            if now_ns - self._wake_ns > pair.requestor.settings.timeout_ns // 4:
+            if now_ns - self._expected_ns > pair.requestor.settings.timeout_ns // 4:
                 pair.requestor.forgive(now_ns)
 
     def _receive(self, now_ns: int, datagram: Datagram) -> Iterator[Datagram]:
@@ -241,6 +248,10 @@ class Endpoint:
             peer.on_response(datagram.message)
         else:
             self.counters["not handled"] += 1
+
+    def take_completions(self) -> list[Completion]:
+        """What has completed since the last call, in order."""
+        return list(self._completions())
 
     def _completions(self) -> Iterator[Completion]:
         for qpn, pair in self.pairs.items():

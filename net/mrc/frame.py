@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from net.errors import MrcError, Reason
 from net.mrc.wire import (
     CODECS,
+    MESSAGE_CODECS,
     NEXT_UDP,
-    STACK_CODECS,
     UDP_PORT,
     Bth,
     H,
@@ -36,6 +36,7 @@ from net.mrc.wire import (
     Udp,
     decode,
     encode,
+    message_codec,
     stack,
 )
 
@@ -118,7 +119,7 @@ def message(bth: Bth, *headers: tuple[Any, ...], payload: bytes | memoryview = b
 def encode_headers(message: Message) -> bytes:
     """BTH and the headers behind it."""
     bth = message.bth
-    return CODECS[Bth].encode((bth,)) + STACK_CODECS[bth.opcode, bth.ts].encode(message.headers)
+    return MESSAGE_CODECS[bth.opcode, bth.ts].encode((bth, *message.headers))
 
 
 def encode_message(message: Message) -> bytes:
@@ -128,30 +129,28 @@ def encode_message(message: Message) -> bytes:
 
 def decode_message(data: bytes | memoryview) -> Message:
     """The inverse of ``encode_message``; the payload is a part of ``data``, a view where that is one."""
-    bth = _decode_bth(data)
-    codec = STACK_CODECS[bth.opcode, bth.ts]
-    headers = codec.decode(data, _BTH_BYTES)
+    codec = message_codec(data)
+    bth, *headers = codec.decode(data)
+    _check_version(bth)
     end = len(data) - bth.pad
-    size = end - _BTH_BYTES - codec.size
+    size = end - codec.size
     if size + bth.pad and type(headers[0]) is not Meth:
         raise MrcError(Reason.LENGTH, f"{size + bth.pad} bytes behind opcode {bth.opcode:#x}")
     if size < 0 or (size + bth.pad) % 4:
         raise MrcError(Reason.LENGTH, f"{bth.pad} bytes of padding in {size + bth.pad}")
-    return Message(bth, headers, data[_BTH_BYTES + codec.size : end])
+    return Message(bth, tuple(headers), data[codec.size : end])
 
 
-def _decode_bth(data: bytes | memoryview) -> Bth:
-    bth = decode(Bth, data)
-    if (bth.opcode, bth.ts) not in STACK_CODECS:
-        raise MrcError(Reason.OPCODE, f"opcode {bth.opcode:#x} is not MRC's")
+def _check_version(bth: Bth) -> None:
     if bth.tver:
         raise MrcError(Reason.OPCODE, f"transport version {bth.tver}")
-    return bth
 
 
 def _decode_cut(data: bytes | memoryview) -> Message:
     """What is left of a trimmed message: BTH and those of its headers that are whole."""
-    bth = _decode_bth(data)
+    message_codec(data)
+    bth = decode(Bth, data)
+    _check_version(bth)
     headers: list[Any] = []
     offset = _BTH_BYTES
     for kind in stack(bth.opcode, bth.ts) or ():

@@ -102,6 +102,7 @@ class LiveEndpoint:
         self._ports = dict(ports)
         self._up = dict.fromkeys(ports, True)
         self._sockets: dict[int, socket.socket] = {}
+        self._buffer = memoryview(bytearray(_FRAME_BYTES_MAX))
         self._poll = select.epoll()
         self._planes: dict[int, int] = {}
         self._delay_ns = delay_ns * dilation
@@ -192,19 +193,24 @@ class LiveEndpoint:
 
     def turn(self) -> list[Completion]:
         """Takes what is there, lets the engine make a step, sends; what completed, in order."""
-        for fd, _ in self._poll.poll(0):
-            self._receive(self._planes[fd])
         now_ns = time.monotonic_ns()
         if now_ns >= self._look_ns:
             self._look_ns = now_ns + _LOOK_NS
             self._look_at_ports()
-        output = self.engine.step(now_ns // self.dilation, self._arrived(now_ns))
-        self._wake_ns = None if output.wake_ns is None else output.wake_ns * self.dilation
-        for datagram in output.send:
+        for datagram in self.engine.run(now_ns // self.dilation, self._arrived(now_ns)):
             self._send(datagram)
-        return output.completions
+        wake_ns = self.engine.wake_ns
+        self._wake_ns = None if wake_ns is None else wake_ns * self.dilation
+        return self.engine.take_completions()
 
     def _arrived(self, now_ns: int) -> Iterator[Datagram]:
+        """What is there; with a delay, what was there so long ago."""
+        for fd, _ in self._poll.poll(0):
+            for datagram in self._receive(self._planes[fd]):
+                if self._delay_ns:
+                    self._travelling.append((now_ns + self._delay_ns, datagram))
+                else:
+                    yield datagram
         while self._travelling and self._travelling[0][0] <= now_ns:
             yield self._travelling.popleft()[1]
 
@@ -218,21 +224,21 @@ class LiveEndpoint:
                 self._up[plane] = up
                 self.engine.set_port(plane, up=up)
 
-    def _receive(self, plane: int) -> None:
-        made, arrives_ns = self._sockets[plane], time.monotonic_ns() + self._delay_ns
+    def _receive(self, plane: int) -> Iterator[Datagram]:
+        """One after the other: they are read into the same buffer, of which payloads are views unless they travel."""
+        made, buffer = self._sockets[plane], self._buffer
         for _ in range(_BATCH):
             try:
-                data = made.recv(_FRAME_BYTES_MAX, socket.MSG_DONTWAIT)
+                size = made.recv_into(buffer, 0, socket.MSG_DONTWAIT)
             except OSError:
                 return  # nothing more is there; or the port went down, which its flags will tell
-            if data[12:14] != _IPV6:
+            if buffer[12:14] != _IPV6:
                 continue
             try:
-                datagram = self._addressing.decode(memoryview(data)[ETHERNET_BYTES:])
+                frame = buffer[ETHERNET_BYTES:size]
+                yield self._addressing.decode(bytes(frame) if self._delay_ns else frame)
             except MrcError as error:
                 self.refused[error.reason.value] += 1
-                continue
-            self._travelling.append((arrives_ns, datagram))
 
     def _send(self, datagram: Datagram) -> None:
         plane = plane_of(datagram.entropy)

@@ -109,7 +109,7 @@ class EvProfile:
 
     # Turns.
 
-    def next_ev(self, avoid: int | None = None, has_room: Callable[[int], bool] = lambda plane: True) -> int | None:
+    def next_ev(self, avoid: int | None = None, has_room: Callable[[int], bool] | None = None) -> int | None:
         """The EV for a packet, of a plane that has room, not ``avoid`` where there is another; None when all are out.
 
         At most one SKIP turns GOOD per packet, and is itself used only when the whole circle has nothing better.
@@ -118,7 +118,7 @@ class EvProfile:
         avoided: int | None = None
         for _ in range(len(self._active)):
             ev = self._advance()
-            if not has_room(self._plane_of(ev)):
+            if has_room is not None and not has_room(self._plane_of(ev)):
                 continue
             if self._states[ev] is EvState.SKIP:
                 if restored is None:

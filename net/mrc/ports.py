@@ -19,14 +19,16 @@ class Ports:
         self._ps_per_byte = 8 * 10**12 / rate_bps if rate_bps else 0.0
         self._room_ps = 2 * frame_bytes * self._ps_per_byte
         self._finish_ps: dict[int, float] = {}
+        self.limited = rate_bps is not None
+        """Whether there are times without room."""
 
     def has_room(self, plane: int, now_ns: int) -> bool:
         """Whether a packet may go by this port now."""
-        return not self._room_ps or self._finish_ps.get(plane, 0) - now_ns * 1000 < self._room_ps
+        return not self.limited or self._finish_ps.get(plane, 0) - now_ns * 1000 < self._room_ps
 
     def take(self, plane: int, now_ns: int, size_bytes: int) -> None:
         """A packet goes by this port."""
-        if self._room_ps:
+        if self.limited:
             now_ps = now_ns * 1000
             self._finish_ps[plane] = max(now_ps, self._finish_ps.get(plane, 0)) + size_bytes * self._ps_per_byte
 

@@ -54,9 +54,7 @@ class RcRequestor(Requestor):
             self._deadline_ns = self._deadline_ns or now_ns + self.settings.timeout_ns
             more = self._requests or self._cursor < self._next
             ask = not more or not self._room(2 * sent.size_bytes)
-            content = sent.message._replace(
-                bth=sent.message.bth._replace(psn=self._psn(self._cursor - 1), a=int(ask), rtx=int(sent.again))
-            )
+            content = self._message(self._cursor - 1, sent, ask=ask)
             sent.again = True
             yield Datagram(self.identity.peer, sent.ev, content)
 

@@ -41,11 +41,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from net.mrc.congestion import Nscc, NsccSettings, Window
-from net.mrc.datagram import Datagram
+from net.mrc.datagram import Datagram, frame_bytes
 from net.mrc.frame import Message, message
 from net.mrc.paths import EvProfile, EvState
 from net.mrc.ports import Ports
 from net.mrc.wire import (
+    IMMEDIATES,
     TIMESTAMP_NS,
     Aeth,
     Bth,
@@ -122,26 +123,39 @@ class Request:
     va: int
     r_key: int
     immediate: int | None
-    msn: int
-    rqmsn: int
+    meth: Meth
     offset: int = 0
     last: int | None = None
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A packet that is not acknowledged. ``order`` counts transmissions; ``waiting``: to be sent again."""
+    """A packet that is not acknowledged: ``size`` bytes of its request from ``offset`` on, ``size_bytes`` as a frame.
 
-    message: Message
+    ``order`` counts transmissions; ``waiting``: to be sent again.
+    """
+
+    request: Request
+    offset: int
+    size: int
     size_bytes: int
     ev: int
-    order: int
+    order: int = 0
     retries: int = 0
     again: bool = False
     waiting: bool = False
     blameless: bool = False
     stamp: int = 0
     doubted: bool = False
+
+
+def _opcode(request: Request, offset: int, end: int) -> Opcode:
+    """Of the packet from ``offset`` to ``end``."""
+    if end < len(request.data):
+        return Opcode.WRITE_MIDDLE if offset else Opcode.WRITE_FIRST
+    if request.immediate is None:
+        return Opcode.WRITE_LAST if offset else Opcode.WRITE_ONLY
+    return Opcode.WRITE_LAST_IMM if offset else Opcode.WRITE_ONLY_IMM
 
 
 class _Probe(NamedTuple):
@@ -175,7 +189,7 @@ class Requestor:
         self._next = 0
         self._acked = 0  # every number below is acknowledged
         self._again: list[int] = []  # heap: oldest gap first
-        self._timers: list[tuple[int, int, int]] = []  # (deadline, order, number); stale ones are passed over
+        self._timers: deque[tuple[int, int, int]] = deque()  # (deadline, order, number), sorted; some are stale
         self._order = 0
         self._messages = 0
         self._immediates = 0
@@ -198,7 +212,8 @@ class Requestor:
             return
         self._immediates += immediate is not None
         rqmsn = self._immediates & 0xFFFF if immediate is not None else 0
-        request = Request(request_id, memoryview(data), va, r_key, immediate, self._messages & 0xFFFF, rqmsn)
+        meth = Meth(rqmsn, self._messages & 0xFFFF)
+        request = Request(request_id, memoryview(data), va, r_key, immediate, meth)
         self._messages += 1
         self._requests.append(request)
         self._unfinished.append(request)
@@ -267,7 +282,9 @@ class Requestor:
             yield from self._probe_for_sack(now_ns)
 
     def _draw(self, now_ns: int, avoid: int | None = None) -> int | None:
-        ev = self.paths.next_ev(avoid, lambda plane: self._ports.has_room(plane, now_ns))
+        ports = self._ports
+        has_room = (lambda plane: ports.has_room(plane, now_ns)) if ports.limited else None
+        ev = self.paths.next_ev(avoid, has_room)
         self.blocked = ev is None
         return ev
 
@@ -276,40 +293,40 @@ class Requestor:
 
     def _add(self, request: Request, size: int, ev: int) -> tuple[int, _Sent]:
         """The next packet of a request gets its number and is outstanding."""
-        content = self._cut(request, size)
-        self._immediates_open += request.immediate is not None and not request.offset
-        request.offset += size
-        number, self._next = self._next, self._next + 1
-        if request.offset == len(request.data):
+        number, offset = self._next, request.offset
+        request.offset = end = offset + size
+        self._next += 1
+        if not offset and request.immediate is not None:
+            self._immediates_open += 1
+        if end == len(request.data):
             request.last = number
             self._requests.popleft()
-        sent = _Sent(content, Datagram(self.identity.peer, ev, content).wire_bytes(), ev, 0)
-        self._outstanding[number] = sent
+        size_bytes = frame_bytes(_opcode(request, offset, end), 1, size + -size % 4)
+        sent = self._outstanding[number] = _Sent(request, offset, size, size_bytes, ev)
         return number, sent
 
     def _room(self, size_bytes: int) -> bool:
         return not self.inflight_bytes or self.inflight_bytes + size_bytes <= self.window.bytes
 
-    def _cut(self, request: Request, size: int) -> Message:
-        """The next packet of a request, without number and time."""
-        end = request.offset + size
-        first, last = request.offset == 0, end == len(request.data)
-        plain = {
-            (True, True): Opcode.WRITE_ONLY,
-            (True, False): Opcode.WRITE_FIRST,
-            (False, False): Opcode.WRITE_MIDDLE,
-            (False, True): Opcode.WRITE_LAST,
-        }[first, last]
-        headers: list[tuple[int, ...]] = [
-            Meth(request.rqmsn, request.msn),
-            Tseth(),
-            Reth(request.va + request.offset, request.r_key, len(request.data)),
-        ]
-        if last and request.immediate is not None:
-            plain = Opcode.WRITE_ONLY_IMM if first else Opcode.WRITE_LAST_IMM
-            headers.append(Immdt(request.immediate))
-        bth = Bth(plain, dqp=self.identity.peer_qpn)
-        return message(bth, *headers, payload=bytes(request.data[request.offset : end]))
+    def _message(self, number: int, sent: _Sent, *, ask: bool, stamp: int = 0) -> Message:
+        """A packet as it goes out."""
+        request, offset, size = sent.request, sent.offset, sent.size
+        end = offset + size
+        opcode = _opcode(request, offset, end)
+        bth = Bth(
+            opcode=opcode,
+            pad=-size % 4,
+            dqp=self.identity.peer_qpn,
+            a=int(ask),
+            rtx=int(sent.again),
+            ts=1,
+            psn=self._psn(number),
+        )
+        reth = Reth(request.va + offset, request.r_key, len(request.data))
+        headers: tuple[tuple[int, ...], ...] = (request.meth, Tseth(stamp), reth)
+        if opcode in IMMEDIATES:
+            headers += (Immdt(request.immediate or 0),)
+        return Message(bth, headers, request.data[offset:end])
 
     def _transmit(self, now_ns: int, number: int, sent: _Sent) -> Datagram:
         self._order += 1
@@ -318,17 +335,20 @@ class Requestor:
         if not self.inflight_bytes:
             self._news_ns = now_ns
         self.inflight_bytes += sent.size_bytes
-        patience = self.settings.timeout_ns << max(0, sent.retries - 7)
-        heapq.heappush(self._timers, (now_ns + patience, sent.order, number))
+        self._set_timer(now_ns + (self.settings.timeout_ns << max(0, sent.retries - 7)), sent.order, number)
         ask = not (self._requests or self._again)
         if not ask and self._asking is None and not self._room(2 * sent.size_bytes):
             ask, self._asking = True, number  # once per window: a full window is nothing special
-        bth = sent.message.bth._replace(psn=self._psn(number), rtx=int(sent.again), a=int(ask))
-        meth, _, *rest = sent.message.headers
         sent.stamp = now_ns // TIMESTAMP_NS & 0xFFFF
-        return Datagram(
-            self.identity.peer, sent.ev, Message(bth, (meth, Tseth(sent.stamp), *rest), sent.message.payload)
-        )
+        return Datagram(self.identity.peer, sent.ev, self._message(number, sent, ask=ask, stamp=sent.stamp))
+
+    def _set_timer(self, deadline_ns: int, order: int, number: int) -> None:
+        """At the end, where nearly all belong."""
+        timer, later = (deadline_ns, order, number), []
+        while self._timers and self._timers[-1] > timer:
+            later.append(self._timers.pop())
+        self._timers.append(timer)
+        self._timers.extend(reversed(later))
 
     def _psn(self, number: int) -> int:
         return psn_add(self.identity.psn, number)
@@ -344,7 +364,7 @@ class Requestor:
         if self.error is not None:
             return None
         while self._timers and not self._timer_holds(*self._timers[0]):
-            heapq.heappop(self._timers)
+            self._timers.popleft()
         times = [self._timers[0][0]] if self._timers else []
         if self._timers and self._asked_ns is None:
             times.append(self._news_ns + self.settings.timeout_ns // 2)
@@ -361,14 +381,13 @@ class Requestor:
         """We were not running: no packet is late before it has had a timeout's time from now on."""
         live = [timer for timer in self._timers if self._timer_holds(*timer)]
         least_ns = now_ns + self.settings.timeout_ns
-        self._timers = [(max(deadline, least_ns), order, number) for deadline, order, number in live]
-        heapq.heapify(self._timers)
+        self._timers = deque(sorted((max(deadline, least_ns), order, number) for deadline, order, number in live))
         self._news_ns = now_ns
         self.counters["forgiven"] += 1
 
     def _expire(self, now_ns: int) -> Iterator[Datagram]:
         while self._timers and self._timers[0][0] <= now_ns:
-            timer = heapq.heappop(self._timers)
+            timer = self._timers.popleft()
             if not self._timer_holds(*timer):
                 continue
             sent = self._outstanding[timer[2]]
@@ -422,7 +441,7 @@ class Requestor:
         before = self.inflight_bytes
         self._acknowledge_below(cumulative)
         base = cumulative - 1 + seth.sack_offset
-        for bit in range(SACK_BITS):
+        for bit in range(seth.bitmap.bit_length()):
             if seth.bitmap >> bit & 1:
                 self._acknowledge(base + bit)
         if not seth.pr:
@@ -451,9 +470,9 @@ class Requestor:
         self._finish()
 
     def _acknowledge_below(self, cumulative: int) -> None:
-        while self._acked < cumulative:
-            self._acknowledge(self._acked)
-            self._acked += 1
+        for number in range(self._acked, cumulative):
+            self._acknowledge(number)
+        self._acked = max(self._acked, cumulative)
 
     def _acknowledge(self, number: int) -> None:
         sent = self._outstanding.pop(number, None)
@@ -466,7 +485,8 @@ class Requestor:
             self._note_arrival(sent.ev, sent.order)
 
     def _note_arrival(self, ev: int, order: int) -> None:
-        self._acked_order[ev] = max(order, self._acked_order.get(ev, 0))
+        if order > self._acked_order.get(ev, 0):
+            self._acked_order[ev] = order
 
     def _on_probe_answer(self, seth: Seth) -> None:
         probe = self._probes.pop(seth.probe_id, None)
@@ -499,8 +519,8 @@ class Requestor:
         What else it shows missing is doubted, if nothing will follow: a gap, or anything in the answer to a probe.
         """
         idle = not (self._requests or self._again)
-        for bit in range(SACK_BITS):
-            sent = None if bitmap >> bit & 1 else self._outstanding.get(base + bit)
+        for bit in range(min(SACK_BITS, self._next - base)):
+            sent = self._outstanding.get(base + bit)
             if sent is None or sent.waiting:
                 continue
             if sent.order >= self._acked_order.get(sent.ev, 0):

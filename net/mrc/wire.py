@@ -339,6 +339,8 @@ WRITES = frozenset(opcode for opcode, kinds in STACKS.items() if kinds[0] is Met
 ENDS = frozenset({Opcode.WRITE_LAST, Opcode.WRITE_LAST_IMM, Opcode.WRITE_ONLY, Opcode.WRITE_ONLY_IMM})
 """The last packet of a message."""
 
+IMMEDIATES = frozenset(opcode for opcode, kinds in STACKS.items() if Immdt in kinds)
+
 
 def stack(bth_opcode: int, ts: int) -> tuple[type[tuple[Any, ...]], ...] | None:
     """The headers behind a BTH; None for an opcode that is not MRC's."""
@@ -426,6 +428,7 @@ class Codec:
         self._name = " ".join(kind.__name__.upper() for kind in kinds)
         code, targets, headers = ">", "", ""
         words: list[str] = []
+        parts: dict[int, list[str]] = {}  # by size: fields that share a word with others
         misfits = ["False"]
         for index, kind in enumerate(kinds):
             specs = [(f"f{index}_{n}", spec.bits) for n, spec in enumerate(fields(kind))]
@@ -444,11 +447,12 @@ class Codec:
                     else:
                         terms.append(f"{field} << {left}")
                         headers += f"{name} >> {left} & {(1 << bits.size) - 1}, "
-                        misfits.append(f"{field} >> {bits.size}")
+                        parts.setdefault(bits.size, []).append(field)
                     if bits.size == 128:
                         misfits.append(f"len({field}) != 16")
                 words.append(" | ".join(terms))
             headers += ")), "
+        misfits += [f"({' | '.join(of_size)}) >> {size}" for size, of_size in parts.items()]
         layout = struct.Struct(code)
         self.size = layout.size
         scope: dict[str, Any] = {
@@ -490,11 +494,6 @@ class Codec:
 
 CODECS: dict[type[tuple[Any, ...]], Codec] = {kind: Codec(kind) for kind in HEADERS}
 
-STACK_CODECS: dict[tuple[int, int], Codec] = {
-    (opcode, ts): Codec(*(stack(opcode, ts) or ())) for opcode in STACKS for ts in (0, 1)
-}
-"""Of all that follows a BTH, by its opcode and ts."""
-
 
 def encode(header: tuple[Any, ...]) -> bytes:
     """Bytes of any header."""
@@ -505,6 +504,25 @@ def decode(kind: type[H], data: bytes | memoryview, offset: int = 0) -> H:
     """A header of ``kind`` from the bytes at ``offset``."""
     header: H = CODECS[kind].decode(data, offset)[0]
     return header
+
+
+MESSAGE_CODECS: dict[tuple[int, int], Codec] = {
+    (opcode, ts): Codec(Bth, *(stack(opcode, ts) or ())) for opcode in STACKS for ts in (0, 1)
+}
+"""Of a BTH and all that follows it, by its opcode and ts."""
+
+_FLAGS = next(n for n, byte in enumerate(encode(Bth(ts=1))) if byte != encode(Bth())[n])
+_TS = encode(Bth(ts=1))[_FLAGS]
+
+
+def message_codec(data: bytes | memoryview) -> Codec:
+    """The one for a whole message; MrcError when its opcode is not MRC's."""
+    if len(data) <= _FLAGS:
+        raise MrcError(Reason.TRUNCATED, f"{len(data)} bytes where BTH needs {CODECS[Bth].size}")
+    codec = MESSAGE_CODECS.get((data[0], 1 if data[_FLAGS] & _TS else 0))
+    if codec is None:
+        raise MrcError(Reason.OPCODE, f"opcode {data[0]:#x} is not MRC's")
+    return codec
 
 
 # Packet sequence numbers: 24 bits that wrap.

@@ -160,6 +160,7 @@ def receiver(fabric: Fabric, pipe: Connection) -> None:
 def host_to_host(engine: str, writes: int) -> dict[str, float]:
     """One run of so many writes of WRITE_BYTES, over and over the same memory."""
     data = os.urandom(REGION_BYTES)
+    parts = [(at, data[at : at + WRITE_BYTES]) for at in range(0, REGION_BYTES, WRITE_BYTES)]
     with Fabric(SMALL, unlimited(engine)) as fabric:
         pipe, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("fork").Process(target=receiver, args=(fabric, theirs), daemon=True)
@@ -172,8 +173,7 @@ def host_to_host(engine: str, writes: int) -> dict[str, float]:
             posted = done = 0
             while done < writes:
                 while posted < min(writes, done + DEPTH):
-                    at = posted * WRITE_BYTES % REGION_BYTES
-                    part = data[at : at + WRITE_BYTES]
+                    at, part = parts[posted % len(parts)]
                     end.write(QPNS[PATH.src], posted, part, at, key, immediate=posted)
                     posted += 1
                 completions = end.poll(timeout_s=1)
