@@ -37,7 +37,7 @@ class RcRequestor(Requestor):
             self._timeouts += 1
             self.counters["timeouts"] += 1
             self._go_back(now_ns)
-            if self._timeouts > self.settings.retries:
+            if self.settings.gives_up(self._timeouts):
                 self.fail(Status.RETRY_EXCEEDED)
         while self.error is None:
             if self._cursor == self._next and not self._cut_next():

@@ -66,6 +66,7 @@ from net.mrc.wire import (
 )
 
 SACK_BITS = 64
+LINEAR_RETRIES, ENDLESS_RETRIES = 7, 25
 PROBES_MAX = 256
 OVERHEAD_BYTES_MAX = 14 + 132 + 3
 """Of a write behind two IPv6 headers: Ethernet, all headers with ICRC, padding."""
@@ -78,7 +79,8 @@ class QpSettings:
     pmtu_bytes: payload of a full packet. window_bytes: frames in flight without congestion control; nscc: with it.
     mpr: PSNs in flight, a multiple of 128.
     timeout_ns: until a packet of which nothing is heard counts as lost. retries: timeouts of one packet before the
-    queue pair fails; from the eighth on the timeout doubles. wimm_max: writes with immediate in flight.
+    queue pair fails, 25 for never; from the eighth on the timeout doubles, up to the 25th. wimm_max: writes with
+    immediate in flight.
     sack_packets, sack_bytes: a SACK at the latest after so many. selective: send only what is lost again; off, only
     to see what that is worth, everything sent after it too.
     """
@@ -93,6 +95,14 @@ class QpSettings:
     sack_bytes: int = 16 * 1024
     nscc: NsccSettings | None = None
     selective: bool = True
+
+    def gives_up(self, retries: int) -> bool:
+        """Whether so many timeouts of a packet are one too many."""
+        return self.retries < ENDLESS_RETRIES and retries > self.retries
+
+    def patience_ns(self, retries: int) -> int:
+        """The timeout of a packet that has had so many already."""
+        return self.timeout_ns << max(0, min(retries, ENDLESS_RETRIES) - LINEAR_RETRIES)
 
 
 class Identity(NamedTuple):
@@ -335,7 +345,7 @@ class Requestor:
         if not self.inflight_bytes:
             self._news_ns = now_ns
         self.inflight_bytes += sent.size_bytes
-        self._set_timer(now_ns + (self.settings.timeout_ns << max(0, sent.retries - 7)), sent.order, number)
+        self._set_timer(now_ns + self.settings.patience_ns(sent.retries), sent.order, number)
         ask = not (self._requests or self._again)
         if not ask and self._asking is None and not self._room(2 * sent.size_bytes):
             ask, self._asking = True, number  # once per window: a full window is nothing special
@@ -392,7 +402,7 @@ class Requestor:
                 continue
             sent = self._outstanding[timer[2]]
             sent.retries += 1
-            if sent.retries > self.settings.retries:
+            if self.settings.gives_up(sent.retries):
                 self.fail(Status.RETRY_EXCEEDED)
                 return
             self.counters["timeouts"] += 1
