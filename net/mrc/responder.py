@@ -13,8 +13,9 @@ sent earlier. A packet is judged in this order, and only the last row writes mem
 A cut packet that asked for a SACK gets one, too, about what did arrive. A refused packet takes no PSN: what was
 really sent under that number is still placed when it comes. When everything up to the end of a message is in place, a
 transport acknowledgement says so. Answers take the way back that the endpoint knows (net.mrc.peer).
-Source: OCP-MRC-1.0 sections 5.1, 6.3.1, 7.5.1-7.5.3 through its readers. When 64 bits do not hold both the oldest gap
-and the packet that triggered it, SACKs report on them in turn: ours.
+Source: OCP-MRC-1.0 sections 5.1, 6.3.1, 7.5.1-7.5.3 through its readers. Ours: when 64 bits do not hold both the
+oldest gap and the packet that triggered it, SACKs report on that packet and, 64 PSNs at a time, on all that has come
+since the gap in turn, so that lost SACKs are made good before what they told of times out.
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ class Responder:
         self._beyond: set[int] = set()  # arrived above it
         self._immediates: dict[int, int] = {}
         self._ends: set[int] = set()  # last packets of messages that are not whole yet
+        self._highest = 0  # the last that has arrived
+        self._walk = 0  # from which number on the next SACK in turn reports
         self._messages = 0  # whole, and everything before them
         self._rcvd_bytes = 0
         self._unreported_packets = 0
@@ -151,6 +154,7 @@ class Responder:
         self.counters["placed"] += 1
         self._rcvd_bytes += datagram.wire_bytes()
         self._beyond.add(number)
+        self._highest = max(self._highest, number)
         while self._expected in self._beyond:
             self._beyond.remove(self._expected)
             if self._expected in self._immediates:
@@ -183,8 +187,8 @@ class Responder:
         self._unreported_packets = self._unreported_bytes = 0
         self.counters["sacks"] += 1
         base = self._expected
-        if trigger is not None and trigger >= base + SACK_BITS and self.counters["sacks"] % 2:
-            base = trigger - SACK_BEFORE_TRIGGER
+        if trigger is not None and trigger >= base + SACK_BITS:
+            base = trigger - SACK_BEFORE_TRIGGER if self.counters["sacks"] % 2 else self._walk_on()
         bitmap = sum(1 << bit for bit in range(SACK_BITS) if base + bit in self._beyond) if self._beyond else 0
         probe = datagram.message.get(Peth)
         stamp = datagram.message.get(Tseth)
@@ -212,6 +216,13 @@ class Responder:
         rtx = datagram.message.bth.rtx
         bth = Bth(Opcode.SACK, dqp=self.identity.peer_qpn, psn=self._psn(self._expected - 1), rtx=rtx)
         return Datagram(self.identity.peer, self._way_back(datagram.entropy), message(bth, seth, state))
+
+    def _walk_on(self) -> int:
+        """The next 64 numbers from the oldest gap on, up to the last that has arrived; then the gap again."""
+        if not self._expected < self._walk <= self._highest:
+            self._walk = self._expected
+        base, self._walk = self._walk, self._walk + SACK_BITS
+        return base
 
     def _acknowledge(self, datagram: Datagram) -> Datagram:
         """The transport acknowledgement: all messages up to the count are in place."""

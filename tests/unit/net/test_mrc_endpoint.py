@@ -4,6 +4,7 @@ order; each reaction of the table in net.mrc.requestor seen on the wire; hostile
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -350,6 +351,24 @@ def test_retries_run_out() -> None:
     assert channel.completions[A][2:] == [Completion(QPNS[A], Kind.WRITE, 9, Status.RETRY_EXCEEDED)]
 
 
+def test_twenty_five_retries_never_run_out_and_the_timeout_doubles_from_the_eighth() -> None:
+    times: list[int] = []
+
+    def fate(datagram: Datagram) -> str:
+        if datagram.is_data:
+            times.append(channel.now_ns)
+        return "lose"
+
+    channel = Channel(fate, QpSettings(64, 3000, timeout_ns=400_000, retries=25))
+    channel.write(A, 7, payload(10), 0)
+    channel.run(until_ns=1_000_000_000_000)
+    waits = [(later - earlier) // 400_000 for earlier, later in pairwise(times)]
+    assert waits[:26] == [1] * 8 + [2**n for n in range(1, 19)] and set(waits[26:]) == {2**18} and len(waits) > 27
+    channel.fate = always
+    channel.run(until_ns=2_000_000_000_000)
+    assert channel.completions[A] == [Completion(QPNS[A], Kind.WRITE, 7)]
+
+
 def test_who_was_not_running_blames_nobody() -> None:
     channel = Channel(always, SMALL)
     channel.write(A, 0, payload(512), 0)
@@ -650,6 +669,35 @@ def test_refused_writes_change_no_memory(changes: dict[str, Any], reason: NackRe
     assert channel.inside(B) == bytes(4096)
 
 
+@pytest.mark.parametrize("psn", [0xFFFFFF, 0xFFFF00, 0xFF7F00, 0x800001, 0x800000])
+def test_stale_writes_change_no_memory(psn: int) -> None:
+    """Just before the first PSN, so far before that a SACK cannot say how far, and as far as 24 bits go."""
+    channel = Channel(always, QpSettings(64, mpr=128))
+    (sent,) = answer(channel, arriving(psn, b"evil", r_key=channel.keys[B]))
+    seth = sent.message.need(Seth)
+    assert (seth.cack_psn, seth.bitmap) == (0xFFFFFF, 0) and channel.inside(B) == bytes(4096)
+    assert seth.ack_psn_offset == (psn - 0xFFFFFF if psn >= 0xFF7FFF else 0)
+
+
+VAS = st.one_of(st.integers(0, 2**64 - 1), st.integers(0x10000 - 70, 0x10000 + 70), st.integers(0x10F00, 0x11100))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.tuples(st.sampled_from(sorted(WRITE_OPCODES)).flatmap(messages), VAS), max_size=10), st.booleans())
+def test_who_knows_the_key_still_writes_inside_the_region_only(writes: list[tuple[Message, int]], last: bool) -> None:
+    """Any write but those that fit: at any address, with any PSN, length and flags."""
+    channel = Channel(always, QpSettings(64, mpr=128))
+    for content, va in writes:
+        reth = content.need(Reth)
+        size = len(content.payload)
+        if size <= reth.dma_length and 0x10000 <= va <= 0x11000 - size:
+            va = 0x11001 - size if last else 0x10000 - 1
+        headers = [h._replace(va=va, r_key=channel.keys[B]) if isinstance(h, Reth) else h for h in content.headers]
+        bth = content.bth._replace(dqp=QPNS[B])
+        channel.deliver(B, [Datagram(A, 1, Message(bth, tuple(headers), content.payload))])
+        assert channel.inside(B) == bytes(4096)
+
+
 @pytest.mark.parametrize("changes", [{}, {"va": 0x10000 + 4096 - 4}, {"psn": 127}])
 def test_writes_just_inside_are_placed(changes: dict[str, Any]) -> None:
     channel = Channel(always, QpSettings(64, mpr=128))
@@ -675,16 +723,48 @@ def test_sack_of_gaps_and_duplicates() -> None:
     assert channel.counters(B)[1]["duplicates"] == 2
 
 
-def test_sacks_report_the_oldest_gap_and_the_trigger_in_turn() -> None:
-    channel = Channel(always, QpSettings(64, mpr=256))
-    bases = []
-    for psn in (100, 101, 102, 103):
+def test_sacks_report_the_trigger_and_all_since_the_oldest_gap_in_turn() -> None:
+    """0 is missing, 100 to 299 come: one SACK has its trigger, the next 64 PSNs after those of the last but one."""
+    channel = Channel(always, QpSettings(64, mpr=384))
+    walk = []
+    for psn in range(100, 300):
         (sent,) = answer(channel, arriving(psn, r_key=channel.keys[B]))
         seth = sent.message.need(Seth)
-        bases.append((seth.cack_psn + seth.sack_offset) % (1 << 24))
+        base = (seth.cack_psn + seth.sack_offset) % (1 << 24)
         assert (seth.cack_psn + seth.ack_psn_offset) % (1 << 24) == psn
-        assert set(seth.acked()) == (set() if bases[-1] == 0 else set(range(100, psn + 1)))
-    assert bases in ([0, 101 - 47, 0, 103 - 47], [100 - 47, 0, 102 - 47, 0])
+        assert set(seth.acked()) == set(range(max(base, 100), min(base + 64, psn + 1)))
+        if psn % 2:
+            walk.append((psn, base))
+        else:
+            assert base == psn - 47
+    expected = 0
+    for psn, base in walk:
+        assert base == (expected if expected <= psn else 0)
+        expected = base + 64
+
+
+def test_lost_sacks_blame_no_path_that_carried_its_packets() -> None:
+    """One EV of four swallows data, and for a while no SACK comes back. What the others carried meanwhile is reported
+    before it times out, so the dead one alone is left."""
+    options = QpSettings(64, 40_000, 1024, 400_000, 25)
+    paths = {"active": 4, "ev_min_active": 1, "probe_interval_ns": 50_000_000}
+    quiet = range(40_000, 160_000)
+
+    def fate(datagram: Datagram) -> str:
+        if datagram.is_data:
+            return "lose" if channel.now_ns >= 40_000 and datagram.entropy == 1 else "pass"
+        return "lose" if channel.now_ns in quiet and datagram.peer == A else "pass"
+
+    channel = Channel(fate, options, memory_bytes=200_000, **paths)
+    for part in range(100):  # bit by bit: it goes on arriving when SACKs do
+        channel.run(until_ns=part * 5_000)
+        channel.now_ns = max(channel.now_ns, part * 5_000)
+        channel.write(A, part, payload(2000, part), part * 2000)
+    channel.run(until_ns=2_000_000)
+    profile = channel.endpoints[A].pairs[QPNS[A]].requestor.paths
+    assert [profile.state(ev) for ev in FABRIC.evs(A, B)].count(EvState.ASSUMED_BAD) == 1
+    assert profile.state(1) is EvState.ASSUMED_BAD
+    assert channel.inside(B) == b"".join(payload(2000, part) for part in range(100))
 
 
 def test_an_open_gap_does_not_fill_the_window_with_what_has_arrived() -> None:
