@@ -263,18 +263,17 @@ def c13_two_flows_two_evs(seed: int, variant: Variant) -> Outcome:
     )
 
 
-# Collectives: MRC on four planes against RC-like queue pairs on one plane of four times the rate.
+# Collectives of 8 hosts: MRC on four planes against RC-like queue pairs on one plane of four times the rate, as the
+# paper compares them (5.2.7). It has PFC and DCQCN for RoCE. Here the baseline's queues are never full, which is PFC
+# without its pauses, and nothing slows it down, which is less than DCQCN costs: a baseline better than the paper's.
 
 
 def _collective(
-    make: Callable[[Lab, int], Collective], seed: int, variant: Variant, loss: float, lanes: int, hosts: int = 8
+    make: Callable[[Lab, int], Collective], racks: int, seed: int, variant: Variant, loss: float, lanes: int
 ) -> float:
-    """Share of the line rate that a collective of ``hosts`` has; 0 when it did not end in a second."""
-    if variant.baseline:
-        rate = 4 * PORT_BPS
-        fabric = Topology(1, 2, 4, hosts // 2, rate, rate)
-    else:
-        fabric = Topology(4, 2, 4, hosts // 2, PORT_BPS, PORT_BPS)
+    """Share of the line rate that a collective has, with as many uplinks as hosts; 0 when it took over a second."""
+    planes, rate = (1, 4 * PORT_BPS) if variant.baseline else (4, PORT_BPS)
+    fabric = Topology(planes, racks, 8 // racks, 8 // racks, rate, rate)
     lab = Lab(fabric, variant, seed)
     for link in fabric.links():
         if link.lower.node.tier is Tier.HOST:
@@ -298,27 +297,40 @@ def _all_to_all(lab: Lab, lanes: int) -> Collective:
     return AllToAll(lab.network, hosts, 384 * 4096, lab.qp, lab.paths, lanes, baseline=lab.variant.baseline)
 
 
-def _shape(make: Callable[[Lab, int], Collective], seed: int, variant: Variant, lanes: int) -> dict[str, float]:
+def _shape(
+    make: Callable[[Lab, int], Collective], racks: int, seed: int, variant: Variant, lanes: int
+) -> dict[str, float]:
+    """The baseline's figures are medians of three draws of paths: of so few, one in a hundred has no collision."""
+
+    def share(who: Variant, loss: float, lanes: int = 1, draws: int = 1) -> float:
+        return statistics.median(_collective(make, racks, seed + draw, who, loss, lanes) for draw in range(draws))
+
     baseline = replace(variant, baseline=True)
     figures = {}
     for loss in (0, 0.001, 0.01):
-        figures[f"MRC, {100 * loss:g} %"] = _collective(make, seed, variant, loss, 1)
-        figures[f"RC-like, {100 * loss:g} %"] = _collective(make, seed, baseline, loss, 1)
-    figures[f"RC-like, {lanes} QPs, 0 %"] = _collective(make, seed, baseline, 0, lanes)
+        figures[f"MRC, {100 * loss:g} %"] = share(variant, loss)
+        figures[f"RC-like, {100 * loss:g} %"] = share(baseline, loss, draws=3)
+    figures[f"RC-like, {lanes} QPs, 0 %"] = share(baseline, 0, lanes, draws=3)
     return figures
 
 
 def c15_ring(seed: int, variant: Variant) -> Outcome:
-    """8-way ring all-reduce of 4 MiB per host, results added up and compared."""
-    seen = _shape(_ring, seed, variant, 8)
-    clear = seen["MRC, 0 %"] > max(seen["RC-like, 0 %"], seen["RC-like, 8 QPs, 0 %"])
-    resilient = seen["MRC, 0.1 %"] >= 0.7 * seen["MRC, 0 %"] and seen["MRC, 1 %"] > seen["RC-like, 1 %"]
-    return Outcome(_listed(seen), clear and resilient, seen)
+    """8-way ring all-reduce of 4 MiB per host, the paper's smallest, results added up and compared."""
+    seen = _shape(_ring, 2, seed, variant, 8)
+    clear = seen["MRC, 0 %"] > seen["RC-like, 8 QPs, 0 %"] > seen["RC-like, 0 %"] <= 0.6
+    little = seen["MRC, 0.1 %"] >= 0.7 * seen["MRC, 0 %"]
+    at_one_percent = seen["MRC, 1 %"] >= 0.33 and seen["RC-like, 1 %"] <= 0.5 * seen["MRC, 1 %"]
+    return Outcome(_listed(seen), clear and little and at_one_percent, seen)
 
 
 def c16_all_to_all(seed: int, variant: Variant) -> Outcome:
-    """8-way all-to-all of 1.5 MiB per pair."""
-    seen = _shape(_all_to_all, seed, variant, 4)
+    """8-way all-to-all of 1.5 MiB per pair, in four racks: 6 of 7 pairs cross T1s, where with two racks only 4 would,
+    and of the paper's 64 hosts nearly all do.
+
+    Not as in the paper: 4 queue pairs per peer help the baseline, up to MRC's rate and above: 7 peers, unlike 63, do
+    not even out a hash's choices by themselves, and here nothing makes queue pairs dear (no DCQCN, no pauses).
+    """
+    seen = _shape(_all_to_all, 4, seed, variant, 4)
     better = all(seen[f"MRC, {loss} %"] > seen[f"RC-like, {loss} %"] for loss in ("0", "0.1", "1"))
     return Outcome(_listed(seen), better, seen)
 
@@ -367,11 +379,11 @@ def c19_fifteen_to_one(seed: int, variant: Variant) -> Outcome:
     total = together(streams, 1, 10)
     depth = percentile(lab.network.depths[Stage.LAST], 0.99) * FRAME_BYTES / lab.plane_bdp_bytes
     late = counters["timeouts"] + counters["inferred"]
-    equal = abs(trims - counters["nacks"]) <= late and abs(counters["retransmitted"] - counters["nacks"]) <= late
+    equal = trims == counters["nacks"] == counters["retransmitted"]
     return Outcome(
         f"goodput {percent(total)}; {trims} trims, {counters['nacks']} NACKs, {counters['retransmitted']} sent "
         f"again, {counters['timeouts']} timeouts; p99 queue of the last hop {depth:.1f} BDP",
-        equal and trims > 0 and late <= trims / 1000 and total >= 0.9,
+        equal and trims > 0 and not late and total >= 0.9,
         {"goodput": total, "trims": trims, "timeouts": counters["timeouts"], "p99_bdp": depth},
     )
 
@@ -410,7 +422,7 @@ def c21_slow_uplinks(seed: int, variant: Variant) -> Outcome:
     lab.check()
     steps = [stream.share(start, start + 2) for start in (2, 6, 10, 14, 22)]
     off = max(abs(share - want) for share, want in zip(steps, (1, 0.75, 0.5, 0.25, 1)))
-    return Outcome("steps " + ", ".join(map(percent, steps)), off <= 0.06, {"off": off})
+    return Outcome("steps " + ", ".join(map(percent, steps)), off <= 0.05, {"off": off})
 
 
 def c22_permutation(seed: int, variant: Variant) -> Outcome:
@@ -449,7 +461,7 @@ def c23_recovery(seed: int, variant: Variant) -> Outcome:
     lost = sum(lab.network.counters(stage)[Cause.DOWN] for stage in (Stage.UP, Stage.DOWN))
     lab.run_to(6)
     lab.check()
-    limit = TIMEOUT_NS / 1e6 + 2 * lab.base_rtt_ms
+    limit = TIMEOUT_NS / 1e6 + lab.base_rtt_ms / 2  # until the EV has its turn, then a timeout
     return Outcome(
         f"left after {found / lab.base_rtt_ms:.1f} base RTT (timeout: {TIMEOUT_NS / 1e6 / lab.base_rtt_ms:.1f}), "
         f"{lost} packets lost, {percent(stream.share(2, 6) / stream.share(1, 2))} of before",
@@ -524,14 +536,14 @@ CASES: dict[str, Row] = {
         "ring all-reduce under loss",
         "Fig. 16",
         "MRC with 1 QP above RoCE with 1 and 16; 0.1 %: little effect; 1 %: a third, RoCE unusable",
-        "shape only: above the baseline with 1 and 8 QPs, and at 1 %; at 0.1 % >= 70 % of clear",
+        "shape only: RC-like 1 QP <= 60 % < 8 QPs < MRC; 0.1 %: >= 70 % of clear; 1 %: >= 33 %, twice RC-like",
         c15_ring,
     ),
     "C16": Row(
         "all-to-all under loss",
         "Fig. 17",
-        "MRC better at all losses",
-        "shape only: above the baseline at each loss",
+        "MRC better at all losses; 16 QPs do RoCE no good",
+        "shape only: above the baseline with 1 QP at each loss",
         c16_all_to_all,
     ),
     "C17": Row(
@@ -545,7 +557,7 @@ CASES: dict[str, Row] = {
         "15:1, a flow at a time",
         "Fig. 22 (the paper shows DCQCN only)",
         "DCQCN: line rate with PFC, or -10 to -20 %",
-        "goodput >= 90 %; trims = NACKs = sent again > 0, but for timeouts, at most 1 in 1000 trims",
+        "goodput >= 90 %; trims = NACKs = sent again > 0; no timeout, nothing inferred",
         c19_fifteen_to_one,
     ),
     "C20": Row(
@@ -560,7 +572,7 @@ CASES: dict[str, Row] = {
         "four slow uplinks: 4, 3, 2, 1, 4",
         "Fig. 19b, c",
         "tracks what is left",
-        "within 6 % of the line",
+        "within 5 % of the line",
         c21_slow_uplinks,
     ),
     "C22": Row(
@@ -574,7 +586,7 @@ CASES: dict[str, Row] = {
         "recovery from a dead link",
         "2.1",
         "a few tens of microseconds",
-        "left within a timeout (+ 2 RTT), >= 90 % of before",
+        "left within a timeout (+ 1/2 RTT), >= 90 % of before",
         c23_recovery,
         quick=True,
     ),

@@ -43,7 +43,7 @@ TIMEOUT_NS = 524_288
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What is switched on. baseline: RC-like queue pairs (net.mrc.rc) instead of MRC's."""
+    """What is switched on. baseline: RC-like queue pairs (net.mrc.rc) instead of MRC's, and queues that hold all."""
 
     trimming: bool = True
     selective: bool = True
@@ -120,7 +120,7 @@ class Lab:
             ecn_bytes=bdp * 4 // 5 if variant.ecn else None,
             trim_bytes=bdp if variant.trimming else None,
             last_hop_trim_bytes=bdp * 3 // 2 if variant.trimming else None,
-            limit_bytes=(4 if variant.trimming else 2) * bdp,
+            limit_bytes=bare.host_limit_bytes if variant.baseline else (4 if variant.trimming else 2) * bdp,
         )
 
     def _qp_settings(self, rtt_ns: int) -> QpSettings:
