@@ -35,6 +35,11 @@ def plane_of(ev: int) -> int:
     return ev >> UPLINK_BITS
 
 
+def uplink_of(ev: int) -> int:
+    """The T0 uplink that an EV names."""
+    return ev & (1 << UPLINK_BITS) - 1
+
+
 class Tier(enum.Enum):
     """What a node is."""
 
@@ -179,7 +184,7 @@ class Topology:
 
     def path(self, src: int, dst: int, ev: int) -> Path:
         """The path that ``ev`` names. Below one T0 the uplink bits are ignored."""
-        plane, uplink = plane_of(ev), ev & (1 << UPLINK_BITS) - 1
+        plane, uplink = plane_of(ev), uplink_of(ev)
         if not (0 <= plane < self.planes and uplink < self.t1_per_plane):
             raise TopologyError(
                 f"entropy value {ev:#x} names plane {plane}, uplink {uplink}",

@@ -34,7 +34,7 @@ from net.mrc.frame import (
 )
 from net.mrc.wire import MESSAGE_CODECS, WRITES, Opcode
 from net.srv6 import Plan
-from net.topology import plane_of
+from net.topology import plane_of, uplink_of
 
 _ENDS_BYTES = ETHERNET_BYTES + 2 * IPV6_BYTES + UDP_BYTES + ICRC_BYTES
 _FRONT_BYTES = 2 * IPV6_BYTES + UDP_BYTES
@@ -98,7 +98,7 @@ class Addressing:
         self.dscp = dscp
         fabric = plan.fabric
         self._peers = {
-            plan.host_address(peer, plane).packed: peer
+            plan.host_address(peer, plane).packed: (peer, plane)
             for peer in range(fabric.hosts)
             for plane in range(fabric.planes)
         }
@@ -129,10 +129,12 @@ class Addressing:
         return self.dscp.control if datagram.is_control else self.dscp.no_trim
 
     def datagram(self, frame: Frame) -> Datagram:
-        """What an engine takes in."""
-        peer = self._peers.get(frame.src)
+        """What an engine takes in. Its EV is one that an answer can take, though no ICRC covers the flow label."""
+        peer, plane = self._peers.get(frame.src, (None, None))
         if peer is None or frame.dst not in self._own:
             raise MrcError(Reason.ENCAPSULATION, "not from a host of this plan to this one")
+        if plane_of(frame.entropy) != plane or uplink_of(frame.entropy) >= self.plan.fabric.t1_per_plane:
+            raise MrcError(Reason.ENCAPSULATION, f"{frame.entropy:#x} is no way from there to here")
         return Datagram(
             peer,
             frame.entropy,

@@ -143,14 +143,18 @@ def test_damaged_doubled_and_overtaken_packets(hosts: Hosts, size: int) -> None:
     [pytest.param(3 * MIB // 2, 5_000_000, id="small"), pytest.param(GIB, 20_000_000, id="GiB", marks=SLOW)],
 )
 def test_an_incast_is_trimmed_asked_for_and_sent_again(live: None, size: int, rate_bps: int) -> None:
-    """3:1 at a rate that one thread can overload: every trim is a NACK is sent again, and nothing times out."""
+    """3:1 at a rate that one thread can overload: every trim is a NACK is sent again, and nothing times out.
+
+    (A SACK by the one plane may overtake a NACK by the other, and says first what is missing.)
+    """
     with contextlib.ExitStack() as stack:
         hosts = Hosts(stack, rate_bps)
         transfers = hosts.run([(src, 3) for src in range(3)], size // 3 // CHUNK * CHUNK)
         trims, counters = hosts.count(Cause.TRIM), sum((transfer.counters for transfer in transfers), Counter())
         assert trims > 0
         assert counters["nacks"] == counters["retransmitted"] == trims
-        assert counters["timeouts"] == counters["inferred"] == 0
+        assert counters["timeouts"] == 0
+        assert counters["inferred"] == counters["stale nacks"] <= 1 + trims / 100
 
 
 def test_what_the_wire_shows_of_cut_frames_and_marks(live: None, tmp_path: Path) -> None:

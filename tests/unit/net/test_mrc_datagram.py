@@ -87,6 +87,22 @@ def test_strangers_are_refused_each_time() -> None:
                 host.decode(data)
 
 
+def test_whatever_becomes_of_a_flow_label_an_answer_finds_its_way() -> None:
+    """No ICRC covers it (RoCEv2 masks it), so a damaged one must be seen to name no path, or a path there is."""
+    sender, host = Addressing(PLAN, 0), Addressing(PLAN, 3)
+    refused = 0
+    for bit in range(20):
+        data = bytearray(sender.encode(Datagram(3, 0x10001, write())))
+        data[40 + 3 - bit // 8] ^= 1 << bit % 8
+        try:
+            arrived = host.decode(data)
+        except MrcError as error:
+            refused += "is no way from there" in error.message
+        else:
+            assert host.encode(Datagram(arrived.peer, arrived.entropy, write()))
+    assert refused == 16  # of 20 bits, 16 are the EV's
+
+
 def test_memory_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_MAX", 8)
     sender, host = Addressing(PLAN, 0), Addressing(PLAN, 3)
