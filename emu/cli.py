@@ -644,13 +644,14 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 def _fabric(arguments: argparse.Namespace) -> int:
     if arguments.verb == "experiments":
-        from net.errors import NetError
+        from net.errors import NetError, RequestError, SimError
         from net.experiments.__main__ import run as run_experiments
 
         try:
             return run_experiments(arguments)
         except NetError as error:
-            raise UsageError(error.message, error.hint) from error
+            kind = UsageError if isinstance(error, RequestError | SimError) else EmuError
+            raise kind(error.message, error.hint) from error
     from emu.fabric.client import run
 
     return run(arguments)

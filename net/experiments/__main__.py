@@ -1,4 +1,4 @@
-"""``python -m net.experiments``: the paper's experiments in simulation, as a table."""
+"""``python -m net.experiments``: the paper's experiments, simulated or (``--live``) on live fabrics, as a table."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from net.errors import NetError
+from net.errors import NetError, SimError
 from net.experiments import table
 from net.experiments.arguments import add_arguments
 from net.experiments.lab import Variant
@@ -21,16 +22,28 @@ def run(options: argparse.Namespace) -> int:
         if not options.json and sys.stderr.isatty():
             print(f"\r{done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
-    variant = Variant(**dict.fromkeys(options.without, False))
-    place = {"workers": options.workers, "dask": options.dask, "progress": progress}
-    rows = table.run(options.cases, seeds, variant, **place)
-    found = table.ablate(seeds, **place) if options.ablation else None
-    if options.out is not None:
-        table.write(rows, found, options.out)
-    if options.json:
-        print(json.dumps(table.document(rows, found), indent=2))
+    off: dict[str, Any] = dict.fromkeys(options.without, False)
+    variant = Variant(**off)
+    note, found = table.NOTE, None
+    if options.live:
+        if options.ablation or options.dask:
+            raise SimError("--ablation and --dask are for simulations", "leave --live away, or them")
+        from net.experiments import live  # Scapy and LLVM take a second
+
+        note = live.NOTE
+        rows = live.run(options.cases, seeds, variant, options.dilation, progress)
+    elif options.dilation is not None:
+        raise SimError("--dilation is for live fabrics", "add --live")
     else:
-        print(table.text(rows) + (table.ablation_text(found) if found else ""), end="")
+        place = {"workers": options.workers, "dask": options.dask, "progress": progress}
+        rows = table.run(options.cases, seeds, variant, **place)
+        found = table.ablate(seeds, **place) if options.ablation else None
+    if options.out is not None:
+        table.write(rows, found, options.out, note)
+    if options.json:
+        print(json.dumps(table.document(rows, found, note), indent=2))
+    else:
+        print(table.text(rows, note) + (table.ablation_text(found) if found else ""), end="")
     return 0 if all(row.passed for row in rows) else 1
 
 

@@ -18,4 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ablation", action="store_true", help="also the ablation table")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes here")
     parser.add_argument("--dask", metavar="ADDRESS", help="run on this Dask scheduler's workers instead")
+    parser.add_argument(
+        "--live", action="store_true", help="on a live fabric, in dilated time (root); a case at a time"
+    )
+    parser.add_argument(
+        "--dilation", type=int, metavar="N", help="with --live: how much slower (default: the case's)"
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write experiments.json, .txt and .svg there")

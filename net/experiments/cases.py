@@ -112,7 +112,7 @@ def c5_local_and_cross(seed: int, variant: Variant) -> Outcome:
 
 def c6_ports_one_by_one(seed: int, variant: Variant) -> Outcome:
     """T0-local, both ways, 4 queue pairs each; NIC-T0 links of one host go down every 3 ms."""
-    lab = Lab(two_racks(), variant, seed)
+    lab = variant.lab(two_racks(), seed)
     here, there = lab.stream(0, 1, lanes=4), lab.stream(1, 0, lanes=4)
     order = random.Random(seed).sample(range(4), 3)
     for step, plane in enumerate(order):
@@ -132,7 +132,7 @@ def c6_ports_one_by_one(seed: int, variant: Variant) -> Outcome:
 
 def c7_half_of_the_ports(seed: int, variant: Variant) -> Outcome:
     """4 of 8 NIC links down at 3 ms, up at 6 ms."""
-    lab = Lab(two_racks(planes=8, hosts=2, uplinks=2), variant, seed)
+    lab = variant.lab(two_racks(planes=8, hosts=2, uplinks=2), seed)
     streams = lab.stream(0, 1, lanes=4)
     planes = random.Random(seed).sample(range(8), 4)
 
@@ -229,13 +229,13 @@ def c12_lossy_ev(seed: int, variant: Variant) -> Outcome:
     """16 paths, two per plane of eight, one of each active; an active one drops 20, 5, 1 % from 2 ms on."""
     words, figures, passed = [], {}, True
     for loss in (0.2, 0.05, 0.01):
-        lab = Lab(two_racks(planes=8, hosts=2, uplinks=2), variant, seed, active=8)
+        lab = variant.lab(two_racks(planes=8, hosts=2, uplinks=2), seed, active=8)
         (stream,) = lab.stream(0, 2)
         lab.run_to(2)
         paths = lab.requestor(stream).paths
         ev = random.Random(seed).choice(paths.active)
         plane, t1 = plane_of(ev), ev & 1
-        lab.network.set_link(lab.fabric.uplink(plane, 0, t1), loss=loss)
+        lab.lossy(lab.fabric.uplink(plane, 0, t1), loss)
         lab.run_to(6)
         lab.check()
         out = ev not in paths.active and (ev ^ 1) in paths.active
@@ -248,7 +248,7 @@ def c12_lossy_ev(seed: int, variant: Variant) -> Outcome:
 
 def c13_two_flows_two_evs(seed: int, variant: Variant) -> Outcome:
     """One plane, EV-A active and EV-B in reserve for flow 1; at 2 ms flow 2 comes, on EV-A only."""
-    lab = Lab(two_racks(planes=1, hosts=2, uplinks=2), variant, seed)
+    lab = variant.lab(two_racks(planes=1, hosts=2, uplinks=2), seed)
     (first,) = lab.stream(0, 2, active=1)
     (ev_a,) = lab.requestor(first).paths.active
     (second,) = lab.stream(1, 3, start_ms=2, evs=[ev_a])
@@ -345,9 +345,9 @@ def _listed(figures: dict[str, float]) -> str:
 def c17_incast_and_victim(seed: int, variant: Variant) -> Outcome:
     """7:1 across T1s; the victim goes to another host of the target's rack."""
     fabric = Topology(2, 4, 4, 4, PORT_BPS, PORT_BPS)
-    lab = Lab(fabric, variant, seed)
+    lab = variant.lab(fabric, seed)
     sources = random.Random(seed).sample(range(4, 16), 8)
-    alone = Lab(fabric, variant, seed)
+    alone = variant.lab(fabric, seed)
     (reference,) = alone.stream(sources[7], 1)
     alone.run_to(3)
     (victim,) = lab.stream(sources[7], 1)
@@ -407,7 +407,7 @@ def c20_fast_uplinks(seed: int, variant: Variant) -> Outcome:
 
 def c21_slow_uplinks(seed: int, variant: Variant) -> Outcome:
     """One plane, four uplinks of a quarter of the NIC's rate each: 4, 3, 2, 1, 4 of them."""
-    lab = Lab(two_racks(planes=1, hosts=2, host_rate_bps=4 * PORT_BPS), variant, seed)
+    lab = variant.lab(two_racks(planes=1, hosts=2, host_rate_bps=4 * PORT_BPS), seed)
     (stream,) = lab.stream(0, 2)
     order = random.Random(seed).sample(range(4), 3)
     for step, t1 in enumerate(order):
@@ -428,13 +428,13 @@ def c21_slow_uplinks(seed: int, variant: Variant) -> Outcome:
 def c22_permutation(seed: int, variant: Variant) -> Outcome:
     """8 hosts to 8 hosts, all uplinks full; RC-like queue pairs on one plane of four times the rate beside it."""
     order = random.Random(seed).sample(range(8), 8)
-    lab = Lab(two_racks(hosts=8, uplinks=8), variant, seed)
+    lab = variant.lab(two_racks(hosts=8, uplinks=8), seed)
     streams = [stream for n in range(8) for stream in lab.stream(n, 8 + order[n])]
     lab.run_to(5)
     lab.check()
     mrc = [stream.share(2, 5) for stream in streams]
     single = Topology(1, 2, 8, 8, 4 * PORT_BPS, 4 * PORT_BPS)
-    other = Lab(single, replace(variant, baseline=True), seed)
+    other = replace(variant, baseline=True).lab(single, seed)
     flows = [stream for n in range(8) for stream in other.stream(n, 8 + order[n])]
     other.run_to(4)
     other.check()

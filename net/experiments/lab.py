@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Protocol
 
 from net.mrc.congestion import NsccSettings
-from net.mrc.endpoint import Completion, Kind
+from net.mrc.endpoint import Completion, Endpoint, Kind
 from net.mrc.paths import EvState, PathSettings
 from net.mrc.requestor import QpSettings, Requestor, Status
 from net.sim.mrc import MrcHost, connect, qpn
@@ -51,6 +52,28 @@ class Variant:
     ecn: bool = True
     skip: bool = True
     baseline: bool = False
+    labs: Callable[..., Lab] | None = None
+    """What makes labs in place of Lab: net.experiments.live."""
+
+    def lab(self, fabric: Topology, seed: int, *, active: int = ALL) -> Lab:
+        """A lab with what is switched on."""
+        return (self.labs or Lab)(fabric, self, seed, active=active)
+
+
+class Host(Protocol):
+    """What streams need of a host: net.sim.mrc.MrcHost, or a live one."""
+
+    host: int
+    fabric: Topology
+    endpoint: Endpoint
+    memory: bytearray
+    key: int
+    on_completion: Callable[[Completion], None] | None
+
+    def write(
+        self, other: Any, data: bytes, va: int, request_id: int = 0, immediate: int | None = None, *, lane: int = 0
+    ) -> None:
+        """See MrcHost.write."""
 
 
 @dataclass(slots=True)
@@ -97,7 +120,6 @@ class Lab:
         rtt_ps = Network(replace(fabric, planes=1), bare).base_rtt_ps()
         self.base_rtt_ms = rtt_ps / PS_PER_MS
         self.plane_bdp_bytes = fabric.host_rate_bps * rtt_ps // (8 * 10**12)
-        self.network = Network(fabric, self._switch_settings(bare), seed)
         self.qp = self._qp_settings(rtt_ps // 1000)
         self.posted_chunks = 2 + 10 * self.plane_bdp_bytes * fabric.planes // CHUNK_BYTES
         self.paths = PathSettings(
@@ -107,11 +129,15 @@ class Lab:
             probe_interval_max_ns=4 * TIMEOUT_NS,
             skip=self.variant.skip,
         )
-        self.hosts: dict[int, MrcHost] = {}
+        self.hosts: dict[int, Host] = {}
         self.streams: list[Stream] = []
         self._data = random.Random(f"data {seed}").randbytes(REGION_CHUNKS * CHUNK_BYTES)
         self._places: dict[tuple[int, int, int], int] = {}
         self._samples = 0
+        self._bring_up(self._switch_settings(bare), seed)
+
+    def _bring_up(self, settings: Settings, seed: int) -> None:
+        self.network = Network(self.fabric, settings, seed)
 
     def _switch_settings(self, bare: Settings) -> Settings:
         bdp, variant = self.plane_bdp_bytes, self.variant
@@ -138,14 +164,15 @@ class Lab:
 
     # Hosts, streams, faults.
 
-    def host(self, number: int) -> MrcHost:
+    def host(self, number: int) -> Host:
         """The host of a number, made when first asked for."""
         if number not in self.hosts:
-            memory = REGION_CHUNKS * CHUNK_BYTES * 16
-            host = MrcHost(number, self.network, memory, baseline=self.variant.baseline)
+            host = self.hosts[number] = self._make_host(number, REGION_CHUNKS * CHUNK_BYTES * 16)
             host.on_completion = self._completed(number)
-            self.hosts[number] = host
         return self.hosts[number]
+
+    def _make_host(self, number: int, memory_bytes: int) -> Host:
+        return MrcHost(number, self.network, memory_bytes, baseline=self.variant.baseline)
 
     def stream(
         self,
@@ -210,12 +237,15 @@ class Lab:
     def run_to(self, time_ms: float) -> None:
         """Lets virtual time pass; what streams have placed is noted on the way."""
         while (sample_ms := self._samples * SAMPLE_MS) <= time_ms:
-            self.network.run(round(sample_ms * PS_PER_MS))
+            self._pass(sample_ms)
             for stream in self.streams:
                 pair = self.hosts[stream.dst].endpoint.pairs[qpn(stream.src, stream.lane)]
                 stream.placed.append(pair.responder.counters["placed"])
             self._samples += 1
-        self.network.run(round(time_ms * PS_PER_MS))
+        self._pass(time_ms)
+
+    def _pass(self, until_ms: float) -> None:
+        self.network.run(round(until_ms * PS_PER_MS))
 
     def port(self, host: int, plane: int, *, up: bool) -> None:
         """The link between a NIC and its T0: the NIC sees it."""
@@ -227,6 +257,10 @@ class Lab:
     def link(self, link: Link, *, up: bool) -> None:
         """A link between switches: nobody is told."""
         self.network.set_link(link, down=not up)
+
+    def lossy(self, link: Link, share: float) -> None:
+        """A link loses a share of its packets."""
+        self.network.set_link(link, loss=share)
 
     def switch(self, node: Node, *, up: bool) -> None:
         """A switch that forwards nothing while its links stay up."""

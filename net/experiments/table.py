@@ -10,7 +10,7 @@ import json
 import random
 import statistics
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from html import escape
@@ -23,10 +23,11 @@ from net.experiments.cases import CASES, Outcome
 from net.experiments.lab import Variant
 from net.sim.sweep import sweep
 
-NOTE = (
-    "Shares are of the payload rate of all ports of a host, times in virtual time: 10 Gb/s ports, base RTT 94 us. "
+SHARES = "Shares are of the payload rate of all ports of a host"
+RECONSTRUCTED = (
     "The transport is reconstructed from public readers of the MRC specification; nothing here is called compliant."
 )
+NOTE = f"{SHARES}, times in virtual time: 10 Gb/s ports, base RTT 94 us. {RECONSTRUCTED}"
 
 
 @dataclass(slots=True)
@@ -50,16 +51,17 @@ def fresh_seeds(count: int) -> list[int]:
     return [random.SystemRandom().randrange(1, 1 << 31) for _ in range(count)]
 
 
-def chosen(names: Sequence[str]) -> list[str]:
-    """Names of cases, checked; all of them when none is given."""
+def chosen(names: Sequence[str], known: Collection[str] = tuple(CASES), kind: str = "experiment") -> list[str]:
+    """Names of cases, checked; all of those ``known`` when none is given."""
     for name in names:
-        if name not in CASES:
-            near = get_close_matches(name.upper(), CASES, 1)
-            raise SimError(f"there is no experiment {name}", f"{near[0]}?" if near else f"give {', '.join(CASES)}")
-    return list(names) or list(CASES)
+        if name not in known:
+            near = get_close_matches(name.upper(), known, 1)
+            raise SimError(f"there is no {kind} {name}", f"{near[0]}?" if near else f"give {', '.join(known)}")
+    return list(names) or list(known)
 
 
-def _one(job: tuple[str, int, Variant]) -> Outcome:
+def one(job: tuple[str, int, Variant]) -> Outcome:
+    """A case with a seed; it fails, too, where what it takes for granted does not hold."""
     name, seed, variant = job
     try:
         return CASES[name].run(seed, variant)
@@ -76,11 +78,12 @@ def run(
     """Every case with every seed. place: workers, dask, progress, as for net.sim.sweep."""
     names, variant = chosen(names), variant or Variant()
     jobs = [(name, seed, variant) for name in names for seed in seeds]
-    outcomes = dict(zip(((name, seed) for name, seed, _ in jobs), sweep(_one, jobs, **place)))
-    return [_result(name, seeds, [outcomes[name, seed] for seed in seeds]) for name in names]
+    outcomes = dict(zip(((name, seed) for name, seed, _ in jobs), sweep(one, jobs, **place)))
+    return [result(name, seeds, [outcomes[name, seed] for seed in seeds]) for name in names]
 
 
-def _result(name: str, seeds: Sequence[int], outcomes: Sequence[Outcome]) -> Result:
+def result(name: str, seeds: Sequence[int], outcomes: Sequence[Outcome]) -> Result:
+    """A case's row, from its outcome with each seed."""
     row = CASES[name]
     passes = sum(outcome.passed for outcome in outcomes)
     shown = next((outcome for outcome in outcomes if not outcome.passed), outcomes[0])
@@ -121,9 +124,9 @@ def _ablate(job: tuple[str, str, int]) -> Measure:
 # Written down.
 
 
-def text(rows: Sequence[Result]) -> str:
-    """The table for a reader."""
-    lines = [NOTE, ""]
+def text(rows: Sequence[Result], note: str = NOTE) -> str:
+    """The table for a reader, below a ``note``."""
+    lines = [note, ""]
     for row in rows:
         lines += [
             f"{row.case:4} {'pass' if row.passed else 'FAIL'} ({row.passes} of {len(row.seeds)})  {row.title}",
@@ -167,11 +170,11 @@ def svg(rows: Sequence[Result]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def document(rows: Sequence[Result], found: dict[str, dict[str, Measure]] | None) -> dict[str, Any]:
+def document(rows: Sequence[Result], found: dict[str, dict[str, Measure]] | None, note: str = NOTE) -> dict[str, Any]:
     """Everything, for JSON."""
     written: dict[str, Any] = {
         "ok": all(row.passed for row in rows),
-        "note": NOTE,
+        "note": note,
         "experiments": [asdict(row) for row in rows],
     }
     if found is not None:
@@ -182,9 +185,11 @@ def document(rows: Sequence[Result], found: dict[str, dict[str, Measure]] | None
     return written
 
 
-def write(rows: Sequence[Result], found: dict[str, dict[str, Measure]] | None, folder: Path) -> None:
+def write(
+    rows: Sequence[Result], found: dict[str, dict[str, Measure]] | None, folder: Path, note: str = NOTE
+) -> None:
     """``experiments.json``, ``.txt`` and ``.svg``."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "experiments.json").write_text(json.dumps(document(rows, found), indent=1) + "\n")
-    (folder / "experiments.txt").write_text(text(rows) + (ablation_text(found) if found else ""))
+    (folder / "experiments.json").write_text(json.dumps(document(rows, found, note), indent=1) + "\n")
+    (folder / "experiments.txt").write_text(text(rows, note) + (ablation_text(found) if found else ""))
     (folder / "experiments.svg").write_text(svg(rows))

@@ -19,6 +19,7 @@ Parameters: LIVE and LIVE_PATHS suit ports of 50 to 200 Mb/s on a shared machine
 queue is here and not in the host's port; None sends as fast as the window lets. dilation: so many nanoseconds are one
 of the engine's, so a port of 10 Mb/s is one of 10 Gb/s to it with a dilation of 1000, and its time stamps, which end
 at 8 ms, reach 8 s. delay_ns: of the engine's time, that what arrives waits, as in the long cable that a veth is not.
+ahead: frames that may wait in a port of ours.
 Limits: root, IPv6. Round trips above 8 ms of the engine's time (16 bits of 128 ns) read too short, so congestion
 control (nscc) needs shorter ones, or dilation. Errors: NetError, MrcError.
 Source: packet(7); net.mrc.frame for the frames; Gupta et al., To Infinity and Beyond: Time-Warped Network Emulation
@@ -89,14 +90,18 @@ class LiveEndpoint:
         rate_bps: int | None = None,
         dilation: int = 1,
         delay_ns: int = 0,
+        ahead: int = 2,
         baseline: bool = False,
     ) -> None:
         """See the module; ``baseline``: queue pairs of net.mrc.rc."""
         self.plan = plan
         self.host = host
         self.dilation = dilation
-        ports_of_engine = Ports(None if rate_bps is None else rate_bps * dilation)
-        self.engine = Endpoint(random.Random(seed), baseline=baseline, ports=ports_of_engine)
+        own = Ports(None if rate_bps is None else rate_bps * dilation, ahead=ahead)
+        self.engine = Endpoint(random.Random(seed), baseline=baseline, ports=own)
+        self.starved_ns = 0
+        """How long ports had nothing to send because ``turn`` came late; of the monotonic clock."""
+        self._slack_ns = own.slack_ns * dilation
         self.refused: Counter[str] = Counter()
         self._addressing = Addressing(plan, host)
         self._ports = dict(ports)
@@ -197,6 +202,8 @@ class LiveEndpoint:
         if now_ns >= self._look_ns:
             self._look_ns = now_ns + _LOOK_NS
             self._look_at_ports()
+        if self._wake_ns:
+            self.starved_ns += max(0, now_ns - self._wake_ns - self._slack_ns)
         for datagram in self.engine.run(now_ns // self.dilation, self._arrived(now_ns)):
             self._send(datagram)
         wake_ns = self.engine.wake_ns
@@ -249,17 +256,21 @@ class LiveEndpoint:
 
 def poll_all(endpoints: Sequence[LiveEndpoint], timeout_s: float = 0) -> list[tuple[LiveEndpoint, Completion]]:
     """``poll`` of several endpoints by one thread: until something has completed at any of them, or for so long."""
-    waiting, by_fd = select.poll(), {endpoint.fileno(): endpoint for endpoint in endpoints}
-    for fd in by_fd:
-        waiting.register(fd, select.POLLIN)
+    waiting = select.poll()
+    for endpoint in endpoints:
+        waiting.register(endpoint.fileno(), select.POLLIN)
     deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
     while True:
         until_ns = min(deadline_ns, *(endpoint.due_ns for endpoint in endpoints))
         ready = {fd for fd, _ in waiting.poll(max(0.0, (until_ns - time.monotonic_ns()) / 1e6))}
         now_ns = time.monotonic_ns()
-        completed: list[tuple[LiveEndpoint, Completion]] = []
-        for fd, endpoint in by_fd.items():
-            if fd in ready or endpoint.due_ns <= now_ns:
-                completed += [(endpoint, completion) for completion in endpoint.turn()]
+        # Whoever is first finds the shorter queues: they have their turns in the order in which they should have had
+        # them, and nobody is always first of those who only now hear something.
+        turns = sorted(
+            (min(now_ns, endpoint.due_ns), random.random(), number)
+            for number, endpoint in enumerate(endpoints)
+            if endpoint.due_ns <= now_ns or endpoint.fileno() in ready
+        )
+        completed = [(endpoints[n], completion) for *_, n in turns for completion in endpoints[n].turn()]
         if completed or now_ns >= deadline_ns:
             return completed

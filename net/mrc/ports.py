@@ -1,7 +1,8 @@
 """The ports of an endpoint, so that what is sent waits here and not in a queue behind.
 
-Each port is one virtual time at which all that was given to it will have left. It has room while less than two full
-frames wait; a queue pair then draws an EV of a plane with room, and a packet's timer starts when it really goes.
+Each port is one virtual time at which all that was given to it will have left. It has room while less than
+``ahead`` full frames wait; a queue pair then draws an EV of a plane with room, and a packet's timer starts when it
+really goes.
 
 Use: ``ports = Ports(rate_bps=10**10)``; ``ports.has_room(plane, now_ns)``; ``ports.take(plane, now_ns, size)``;
 ``ports.room_ns(now_ns)``. Without a rate there is always room.
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 
 class Ports:
-    """``rate_bps``: of each port; None for no limit. ``frame_bytes``: a full one."""
+    """``rate_bps``: of each port; None for no limit. ``frame_bytes``: a full one.
 
-    def __init__(self, rate_bps: int | None = None, frame_bytes: int = 4242) -> None:
+    ahead: more where who asks may come late; it delays what comes after, as any queue does.
+    """
+
+    def __init__(self, rate_bps: int | None = None, frame_bytes: int = 4242, ahead: int = 2) -> None:
         self._ps_per_byte = 8 * 10**12 / rate_bps if rate_bps else 0.0
-        self._room_ps = 2 * frame_bytes * self._ps_per_byte
+        self._room_ps = ahead * frame_bytes * self._ps_per_byte
         self._finish_ps: dict[int, float] = {}
         self.limited = rate_bps is not None
         """Whether there are times without room."""
@@ -32,7 +36,12 @@ class Ports:
             now_ps = now_ns * 1000
             self._finish_ps[plane] = max(now_ps, self._finish_ps.get(plane, 0)) + size_bytes * self._ps_per_byte
 
+    @property
+    def slack_ns(self) -> int:
+        """How much later than ``room_ns`` says one may come before a port has nothing left to send."""
+        return int(self._room_ps / 2 / 1000)
+
     def room_ns(self, now_ns: int) -> int | None:
-        """When the next of the ports that are full now has room for a whole frame; None when none is full."""
+        """When the next of the ports that are full now is half empty; None when none is full."""
         full = [finish for finish in self._finish_ps.values() if finish - now_ns * 1000 >= self._room_ps]
         return int((min(full) - self._room_ps / 2) / 1000) + 1 if full else None

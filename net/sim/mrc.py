@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from net.mrc.datagram import Addressing, Datagram
 from net.mrc.endpoint import Completion, Endpoint
@@ -20,7 +21,7 @@ from net.mrc.requestor import Identity, QpSettings
 from net.mrc.wire import Meth, Tseth
 from net.sim.network import Network, Packet, Step
 from net.srv6 import Plan
-from net.topology import plane_of
+from net.topology import Topology, plane_of
 
 PS_PER_NS = 1000
 
@@ -46,6 +47,7 @@ class MrcHost:
         baseline: bool = False,
     ) -> None:
         self.host = host
+        self.fabric = network.fabric
         self.network = network
         self.memory = bytearray(memory_bytes)
         ports = Ports(network.fabric.host_rate_bps, network.settings.packet_bytes)
@@ -117,9 +119,17 @@ def qpn(peer: int, lane: int) -> int:
     return 0x100 + (lane << 16) + peer
 
 
+class Connected(Protocol):
+    """A host, simulated or live."""
+
+    host: int
+    fabric: Topology
+    endpoint: Endpoint
+
+
 def connect(
-    one: MrcHost,
-    other: MrcHost,
+    one: Connected,
+    other: Connected,
     settings: QpSettings | None = None,
     paths: PathSettings | None = None,
     psn: int = 0,
@@ -130,5 +140,5 @@ def connect(
     """A queue pair between two hosts, over all their paths or those that ``evs`` name."""
     for here, there in ((one, other), (other, one)):
         identity = Identity(qpn(there.host, lane), there.host, qpn(here.host, lane), psn, psn)
-        mine = here.network.fabric.evs(here.host, there.host) if evs is None else evs
+        mine = here.fabric.evs(here.host, there.host) if evs is None else evs
         here.endpoint.connect(identity, mine, plane_of, settings, paths)
