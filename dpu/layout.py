@@ -245,6 +245,8 @@ NAMESPACE: Final = _words(
     "marks",  # addresses of dpu.backends.marks: a byte of each block, 0 while nothing was ever marked
     "mark_pages",  # a byte of each MARK_PAGE blocks: some of them may be marked
     "threads",  # WHY_* every command goes to control, or 0
+    "volume",  # addresses of its VOLUME and of its group's GROUP_LOCAL
+    "group",
     size=128,
 )
 MARK_PAGE_BITS: Final = 12
@@ -255,7 +257,8 @@ KIND_FILE: Final = 3
 KIND_VOLUME: Final = 4
 
 SEGMENT: Final = _words("host", "length")  # the kernel's struct iovec
-SEGMENT_LIST_BYTES: Final = SEGMENTS * SEGMENT.itemsize  # of one slot
+SEGMENT_BYTES: Final = SEGMENT.itemsize
+SEGMENT_LIST_BYTES: Final = SEGMENTS * SEGMENT_BYTES  # of one slot
 
 # Words of queues that are valid in this worker only; index i serves SQ i and CQ i alike.
 QUEUE_LOCAL: Final = _words(
@@ -307,7 +310,8 @@ CONTROLLER: Final = _words(
     "mapped",  # 1: the client writes to the doorbell page itself, and nothing tells us when
     "write_through",  # the volatile write cache is off: every write is durable when it completes
     "tracing",  # TRACE_SLOT x SLOTS, 0 while nothing is traced
-    size=256,
+    "blocks",  # BLOCK x SLOTS, each with what belongs to it
+    size=320,
 )
 
 ATTENTION_NONE: Final = 0
@@ -353,7 +357,15 @@ POLLER: Final = _words(
     "looked",  # ticks: when the last one did
     "look_ticks",  # after so long they are again
     "quiet_ticks",  # a controller that had nothing for so long is not looked at meanwhile
-    size=320,
+    "number",  # of its area in each group of volumes
+    "to_soc",  # virtual queues: rings asic -> soc and back
+    "from_soc",
+    "zeroes",  # TRANSFER_MAX bytes of zeroes
+    "refill",  # a pool has halved, or a log has grown: for control
+    "parity",  # control's; requests on volumes that io_uring has are counted by it, see Poller.settled
+    "begun_even",
+    "begun_odd",
+    size=384,
 )
 
 STOP: Final = offset_of(POLLER, "stop")
@@ -392,6 +404,10 @@ WHY_BUFFER: Final = 4
 WHY_MARKS: Final = 5
 WHY_REFUSED: Final = 6
 WHY_UNSHARED: Final = 7
+WHY_SOC: Final = 8
+WHY_ROOM: Final = 9  # a pool is empty or a log is full: executed again when control has seen to it
+WHY_SHARED: Final = 10  # clusters of a file, or large ones, are shared: executed again when control has copied them
+WHY_COMMIT: Final = 11  # done, and complete when the map is durable
 
 ERROR_RECORD: Final = _words("controller", "sqid", "cid", "status", "nsid", "lba", size=64)
 ERROR_ENTRIES: Final = 64
@@ -497,7 +513,9 @@ VOLUME: Final = _words(
 VOLUME_ABSENT: Final = 0
 VOLUME_PENDING: Final = 1  # being made or deleted: dropped if the worker dies
 VOLUME_LIVE: Final = 2
+VOLUME_BYTES: Final = VOLUME.itemsize
 VOLUME_CHANGES: Final = offset_of(VOLUME, "changes")
+VOLUME_COMMITTED: Final = offset_of(VOLUME, "committed")
 
 PLACE_BITS: Final = 40
 PLACE: Final = (1 << PLACE_BITS) - 1
@@ -556,7 +574,7 @@ GROUP_BYTES: Final = LEAVES_OFFSET + LEAVES * LEAF_BYTES
 
 # Worker-local: a group's parts as addresses, and its back ends.
 GROUP_LOCAL: Final = _words(
-    "roots",
+    "roots",  # those that a look-up needs come first
     "leaf_epochs",
     "areas",
     "leaves",
@@ -565,10 +583,47 @@ GROUP_LOCAL: Final = _words(
     "cluster_shift",
     "offload",  # 1: what is mapped, and for a write owned, does not pass through the soc
     "durable",  # 1: Flush has something to make durable
+    "direct",  # offload, and all of it is in memory
+    "backing_count",  # the rest of them is not used
     "copy_max",  # larger clusters are copied by control
     size=128,
 )
-BACKING: Final = _words("kind", "host", "fd", "direct_fd", "align", "start", size=64)  # start: byte of cluster 0
+BACKING: Final = _words("kind", "host", "fd", "direct_fd", "align", "start", size=64)  # host, start: of cluster 0
+
+# A block request: what asic and soc say to each other about the command in a slot, and the asic to itself.
+BLOCK: Final = _words(
+    "action",  # BLOCK_*
+    "group",  # addresses, as in NAMESPACE
+    "volume",
+    "offset",  # bytes in the volume
+    "length",
+    "target",  # of a copy
+    "free",  # erase: Deallocate
+    "count",  # the soc's answer: extents, or minus a WHY_*
+    "target_count",
+    "done",  # erase: bytes dealt with
+    "first",  # WHY_SHARED: clusters that control shall make writable
+    "clusters",
+    "why",  # WHY_*: what control shall do
+    "segments",  # of the guest's memory
+    "sequence",  # of the command that part and at belong to: how far it is
+    "part",  # range of a Deallocate or Copy
+    "at",  # bytes of it
+    "left",  # bytes that io_uring has not moved yet
+    "parity",
+    size=192,
+)
+BLOCK_READ: Final = 0
+BLOCK_WRITE: Final = 1
+BLOCK_ERASE: Final = 2
+BLOCK_COPY: Final = 3
+EXTENT: Final = _words("host", "backing", "offset", "length")  # host 0: in a file; backing -1: zeroes
+EXTENT_BYTES: Final = EXTENT.itemsize
+EXTENTS: Final = (TRANSFER_MAX >> CLUSTER_SHIFTS[0]) + 1
+BLOCK_EXTENTS: Final = BLOCK.itemsize
+BLOCK_TARGETS: Final = BLOCK_EXTENTS + EXTENTS * EXTENT_BYTES
+BLOCK_IOVECS: Final = BLOCK_TARGETS + EXTENTS * EXTENT_BYTES
+BLOCK_BYTES: Final = BLOCK_IOVECS + -(-(SEGMENTS + EXTENTS) * SEGMENT.itemsize // 64) * 64
 
 # Named points where a test may end the worker (see dpu/killpoint.py); code 0 is "never".
 KILL_POINTS: Final = {
@@ -582,4 +637,12 @@ KILL_POINTS: Final = {
     "in_loop": 8,
     "uring_submitted": 9,
     "segment_written": 10,
+    "soc_counted": 11,
+    "soc_leaf_filled": 12,
+    "soc_leaf_logged": 13,
+    "soc_leaf_published": 14,
+    "soc_logged": 15,
+    "soc_copied": 16,
+    "soc_published": 17,
+    "soc_tail_moved": 18,
 }

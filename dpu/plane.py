@@ -20,12 +20,12 @@ import logging
 import mmap
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from dpu import layout
-from dpu.backends import Backend, FileBackend, MemoryBackend
+from dpu.backends import Backend, FileBackend, Kind, MemoryBackend
 from dpu.channel import ConfigStore
 from dpu.errors import DmaFault
 from dpu.fastpath.atomics import store_u32, store_u64
@@ -33,7 +33,8 @@ from dpu.fastpath.poller import Poller, now
 from dpu.guestmap import GuestMap
 from dpu.layout import DMA_READ, DMA_WRITE
 from dpu.nvme.interfaces import Completion, Counters
-from dpu.nvme.wire import BROADCAST_NSID
+from dpu.nvme.wire import BROADCAST_NSID, NvmOpcode
+from dpu.volumes.interface import VolumeNamespace
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Plane:
         self._live_queues = np.zeros(layout.QUEUES, np.int64)
         self._todo = np.zeros(layout.SLOTS, np.int64)
         self._trace_slots = np.zeros(layout.SLOTS, layout.TRACE_SLOT)
+        self._blocks = np.zeros(layout.SLOTS * layout.BLOCK_BYTES, np.uint8)
         self._table = self.memory.table()
         # For guest memory that is not shared, see dpu.remote.
         self.remote = False
@@ -114,7 +116,7 @@ class Plane:
             _at(self._free),
             layout.SLOTS,
         )
-        c.live_queues, c.todo = _at(self._live_queues), _at(self._todo)
+        c.live_queues, c.todo, c.blocks = _at(self._live_queues), _at(self._todo), _at(self._blocks)
         c.namespaces_max = namespaces_max
         c.hold = c.attention = c.outstanding = c.live_count = 0
         c.todo_begin = c.todo_end = c.recovering = c.write_through = c.tracing = 0
@@ -236,8 +238,8 @@ class Plane:
         if remote and not len(self._sq_copies):
             self._sq_copies = np.zeros(64 * _ENTRIES, np.uint8)
         self.record.seen = _at(self.seen) if remote else self.record.bar
-        for row in self.namespaces:
-            row.threads = self._threads(int(row.kind))
+        for nsid, row in enumerate(self.namespaces, 1):
+            row.threads = self._threads(nsid, int(row.kind))
         self._publish_vectors()
 
     def _place_copies(self, qid: int) -> None:
@@ -435,6 +437,9 @@ class Plane:
         fds = {int(row.fd) for row in self.namespaces if row.kind == layout.KIND_FILE}
         for fd in fds:
             await asyncio.to_thread(_sync, fd)
+        for volume in self.volumes():
+            with contextlib.suppress(OSError):
+                await volume.store.commit(volume.number)
 
     def complete(self, token: int, completion: Completion) -> None:
         self.pending.append((token, completion))
@@ -470,13 +475,42 @@ class Plane:
             kind, row.align = layout.KIND_FILE, backend.dio_align_bytes - 1
             # Without the right to write there is no lock to fence requests of a killed worker with (dpu.worker).
             row.direct_fd = -1 if backend.readonly else backend.direct_fd
-        row.threads = self._threads(kind)
+        elif backend.kind is Kind.VOLUME:
+            volume = cast(VolumeNamespace, backend)
+            if volume.area.newcomers is not None:
+                self.hold(True)
+                volume.area.newcomers.append(self)
+            kind, row.group = layout.KIND_VOLUME, volume.area.address
+            row.volume = volume.area.volume_address(volume.number)
+        row.threads = self._threads(nsid, kind)
         row.kind = kind
 
-    def _threads(self, kind: int) -> int:
+    def _threads(self, nsid: int, kind: int) -> int:
         if self.remote:
             return layout.WHY_UNSHARED
-        return layout.WHY_NO_URING if kind == layout.KIND_FILE and self.poller.ring.fd < 0 else 0
+        files = kind == layout.KIND_FILE
+        if kind == layout.KIND_VOLUME:
+            files = bool(self.volume(nsid).area.local[0].durable)
+        return layout.WHY_NO_URING if files and self.poller.ring.fd < 0 else 0
+
+    def nsids_of(self, backend: Backend) -> list[int]:
+        """The namespaces that are on a back end now."""
+        live = np.nonzero(self.namespaces["kind"])[0] + 1
+        return [int(nsid) for nsid in live if self._backends[int(nsid)] is backend]
+
+    def set_size(self, nsid: int) -> None:
+        """The back end has another size, or is read-only now; inside ``quiet``."""
+        row, backend = self.namespaces[nsid - 1], self._backends[nsid]
+        row.blocks, row.readonly = backend.size_bytes >> int(row.shift), int(backend.readonly)
+
+    def volume(self, nsid: int) -> VolumeNamespace:
+        """The back end of a namespace that is a volume."""
+        return cast(VolumeNamespace, self._backends[nsid])
+
+    def volumes(self) -> list[VolumeNamespace]:
+        """Those of all namespaces that are served now."""
+        live = np.nonzero(self.namespaces["kind"] == layout.KIND_VOLUME)[0]
+        return [self.volume(int(index) + 1) for index in live]
 
     def set_trace(self, on: bool) -> None:
         """Trace this controller's commands, or no longer. The poller has a trace area."""
@@ -521,6 +555,29 @@ class Plane:
         entry.status, entry.dw0 = completion.status, completion.dw0
         entry.state = layout.EXECUTED
         self.poller.update(self.index, slot)
+
+    def wants(self, slot: int) -> tuple[int, int, int]:
+        """Why a command on a volume was handed over (WHY_*), and with WHY_SHARED which clusters, how many."""
+        block = self._blocks[slot * layout.BLOCK_BYTES :][: layout.BLOCK.itemsize].view(layout.BLOCK)[0]
+        return int(block["why"]), int(block["first"]), int(block["clusters"])
+
+    def asks_for(self, slot: int) -> VolumeNamespace | None:
+        """The volume of a command that is not control's to carry out: see dpu.nvme.io.see_to."""
+        entry = self.inflight[slot]
+        asked = (layout.WHY_ROOM, layout.WHY_SHARED, layout.WHY_COMMIT)
+        if self.wants(slot)[0] not in asked or entry.sqe.opcode == NvmOpcode.FLUSH:
+            return None
+        return self.volume(int(entry.sqe.nsid))
+
+    def again(self, slot: int) -> None:
+        """Have a command that control had executed from its beginning."""
+        self.stamp(slot, "answered")
+        self.poller.update(self.index, slot)
+
+    def hold(self, on: bool) -> None:
+        """As inside of ``quiet``, without waiting for it: for one that comes while others are quiet."""
+        self._holds += 1 if on else -1
+        self._release()
 
     def recover(self, done: dict[int, Completion]) -> list[int]:
         """Before ``begin``, on state that another worker left: prepare its commands for asic.finish_todo.

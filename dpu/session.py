@@ -471,13 +471,19 @@ class Client:
         if sqe[0] == NvmOpcode.WRITE_UNCORRECTABLE:
             self.worker.prepare_marks(self.subsystem, int(self.plane.inflight[slot].sqe.nsid))
         durable = bool(self.plane.record.write_through)
-        if self.plane.remote:
+        completion: Completion | None
+        if (volume := self.plane.asks_for(slot)) is not None:
+            completion = await io.see_to(volume, self.plane.poller.number, *self.plane.wants(slot))
+        elif self.plane.remote:
             view = MemoryView(self.plane.memory, self.dma)
             work = partial(io.execute, sqe, view, self.subsystem, durable)
             completion = await self._flushed(view, await view.run(work))
         else:
             completion = await io.execute(sqe, self.plane.memory, self.subsystem, durable)
         if self.plane.generation != generation:
+            return
+        if completion is None:
+            self.plane.again(slot)
             return
         self.plane.finish(slot, completion)
         if sqe[0] == NvmOpcode.WRITE_UNCORRECTABLE:

@@ -6,6 +6,7 @@ poller has, ``commands`` makes ``Command`` of it, in nanoseconds, ``text`` and `
 Stages of a command, in order; those that it did not go through are left out:
     wait          found in its queue -> begun
     asic          begun -> left to another stage, or completed
+    soc           in the virtual queues, or with the soc
     io_uring      with the kernel
     to control    in the ring to control
     control       with control, or with a thread of it
@@ -41,6 +42,10 @@ WHY: Final = {
     layout.WHY_MARKS: "marks of Write Uncorrectable",
     layout.WHY_REFUSED: "the file system does not do it",
     layout.WHY_UNSHARED: "guest memory is not shared",
+    layout.WHY_SOC: "the map of the volume",
+    layout.WHY_ROOM: "no clusters in the pool",
+    layout.WHY_SHARED: "clusters shared with a snapshot",
+    layout.WHY_COMMIT: "the map is not durable yet",
 }
 _NAMES: Final[dict[int, str]] = {opcode: opcode.name.replace("_", " ").capitalize() for opcode in NvmOpcode}
 _ADMIN_NAMES: Final[dict[int, str]] = {opcode: opcode.name.replace("_", " ").capitalize() for opcode in AdminOpcode}
@@ -102,6 +107,8 @@ def command(record: Any, controller: str, to_ns: Callable[[int], int]) -> Comman
         names, ends = ["parked"], [int(record["done"])]
     elif not record["handed"]:
         names, ends = [*names, "asic"], [*ends, int(record["done"])]
+    elif record["where"] == layout.WHERE_ASIC:
+        names, ends = [*names, "asic", "soc"], [*ends, int(record["handed"]), int(record["done"])]
     elif record["where"] == layout.WHERE_URING:
         names, ends = [*names, "asic", "io_uring"], [*ends, int(record["handed"]), int(record["done"])]
     else:

@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from dpu import forkserver, killpoint, layout, trace
-from dpu.backends import Backend, FileBackend, Marks, MemoryBackend, marks_key
+from dpu.backends import Backend, FileBackend, Marks, MemoryBackend, marks_key, stash_key
 from dpu.channel import Channel, ConfigStore, Health, Packet
 from dpu.errors import EmuError, RpcError, VfioUserError
 from dpu.fastpath.jit import TRACEABLE
@@ -52,6 +52,7 @@ from dpu.rpc.warnings import warn
 from dpu.session import Client
 from dpu.target import Subsystem, Target, invalid
 from dpu.vfio_user.keeping import error_reply
+from dpu.volumes.area import Area
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +257,14 @@ class Worker:
             nap_us = _flag("DPU_EMU_NAP_US", NAP_US)
             quiet_us = _flag("DPU_EMU_QUIET_US", QUIET_US)
             poller = Poller(
-                cpu if cpu >= 0 else None, address, ring, stamps=stamps, spin=spin, nap_us=nap_us, quiet_us=quiet_us
+                cpu if cpu >= 0 else None,
+                address,
+                ring,
+                stamps=stamps,
+                spin=spin,
+                nap_us=nap_us,
+                quiet_us=quiet_us,
+                number=i,
             )
             poller.record.counters = _flag("DPU_EMU_COUNTERS", 1)
             poller.record.kill_point = layout.KILL_POINTS.get(killpoint.NAME, 0)
@@ -300,17 +308,62 @@ class Worker:
         for client in self._clients_of(subsystem):
             client.plane.set_marks(nsid)
 
+    def _clients_at(self, poller: Poller) -> list[Client]:
+        return [client for client in self.clients.values() if client.plane.poller is poller]
+
+    @property
+    def poller_count(self) -> int:
+        return len(self._cpus) or 1
+
+    async def volume_changed(self, volume: Backend) -> None:
+        """As VolumeHost's."""
+        for client in self._open_clients():
+            changed = client.plane.nsids_of(volume)
+            if changed:
+                async with client.plane.quiet(control=False):
+                    for nsid in changed:
+                        client.plane.set_size(nsid)
+                for nsid in changed:
+                    client.controller.namespace_changed(nsid)
+                client.commit()
+
+    @contextlib.asynccontextmanager
+    async def quiet(self, area: Area) -> AsyncIterator[None]:
+        """As VolumeHost's."""
+        async with area.lock, area.gate.closed(), contextlib.AsyncExitStack() as stack:
+            area.newcomers = []
+            try:
+                for client in list(self.clients.values()):
+                    if any(volume.area is area for volume in client.plane.volumes()):
+                        await stack.enter_async_context(client.plane.quiet(control=False))
+                yield
+            finally:
+                newcomers, area.newcomers = area.newcomers, None
+                for plane in newcomers:
+                    plane.hold(False)
+
+    async def grace(self) -> None:
+        for poller in self.pollers:
+            await poller.grace()
+
+    async def settled_volumes(self, area: Area) -> None:
+        async with area.gate.closed():
+            pass
+        await asyncio.gather(*(poller.settled() for poller in self.pollers))
+
     def _trim_mappings(self) -> None:
-        """Unmap memory back ends that are no namespace any more; nothing uses them when this is called."""
-        used = {
-            str(ns.backend.uuid) for subsystem in self.target.subsystems.values() for ns in subsystem.by_nsid.values()
-        }
+        """Unmap memory back ends that are gone; nothing uses them when this is called."""
+        used = {str(backend.uuid) for backend in self.target.bdevs.values()}
         for key in [key for key in self._mappings if key not in used]:
             self._mappings.pop(key).close()
 
     def _woken(self, poller: Poller) -> None:
         """A poller has something for control."""
         poller.woken()
+        if poller.record.refill:
+            poller.record.refill = 0
+            for store in {volume.store for client in self._clients_at(poller) for volume in client.plane.volumes()}:
+                store.look(poller.number)
         by_index = {client.plane.index: client for client in self.clients.values() if client.plane.poller is poller}
         for record in poller.errors():  # before commands: one of them may read the log
             if int(record.controller) in by_index:
@@ -447,6 +500,8 @@ class Worker:
 
     def unstash(self, key: str) -> None:
         self.channel.send("unstash", key=key)
+        if key.startswith(stash_key("")):
+            self._trim_mappings()
 
     async def listen(self, key: str, path: str) -> None:
         await self._ask("listen", key, path=path)

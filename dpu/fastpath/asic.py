@@ -2,7 +2,8 @@
 
 One poller = one thread without the interpreter lock; it serves its controllers in turn and never waits for
 control. What it cannot answer from tables it hands to control over the miss ring; what control has answered comes
-back over the update ring; files go through io_uring, reaped in the same loop. Each pass ends with one eventfd
+back over the update ring; what a volume's map has to be changed for goes to the soc stage (dpu.fastpath.soc) and back
+over two virtual queues; files go through io_uring, reaped in the same loop. Each pass ends with one eventfd
 write per CQ that got completions.
 
 Replay rule (DESIGN rule 5). A fetch writes the whole SQE and its place into an in-flight entry, marks it FETCHED,
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dpu.fastpath import soc
 from dpu.fastpath.atomics import (
     bit_length,
     copy,
@@ -31,15 +33,27 @@ from dpu.fastpath.atomics import (
     ticks,
     view,
 )
-from dpu.fastpath.jit import KILLABLE, TRACEABLE, compiled, inlined
-from dpu.fastpath.system import die, differ, fill, find, io_uring_enter, move, ppoll, punch, read, recv, write
+from dpu.fastpath.jit import TRACEABLE, compiled, inlined
+from dpu.fastpath.rings import kill_at, ring_drop, ring_peek, ring_push
+from dpu.fastpath.system import differ, fill, find, io_uring_enter, move, ppoll, punch, read, recv, write
 from dpu.layout import (
     ATTENTION_NONE,
     ATTENTION_WANTED,
+    BACKING,
+    BACKINGS,
     BAD_DOORBELL_REGISTER,
     BAD_DOORBELL_VALUE,
     BAR_BYTES,
     BATCH,
+    BLOCK,
+    BLOCK_BYTES,
+    BLOCK_COPY,
+    BLOCK_ERASE,
+    BLOCK_EXTENTS,
+    BLOCK_IOVECS,
+    BLOCK_READ,
+    BLOCK_TARGETS,
+    BLOCK_WRITE,
     CONTROLLER,
     CONTROLLERS,
     COPY_MAX,
@@ -55,10 +69,13 @@ from dpu.layout import (
     ERROR_ENTRIES,
     ERROR_RECORD,
     EXECUTED,
+    EXTENT,
+    EXTENTS,
     FETCHED,
     FREE,
     GRACE_SEEN,
     GRACE_WANTED,
+    GROUP_LOCAL,
     HISTOGRAM_BUCKETS,
     HISTOGRAM_OFFSET,
     HISTOGRAM_STEP_BITS,
@@ -70,6 +87,7 @@ from dpu.layout import (
     KIND_ABSENT,
     KIND_FILE,
     KIND_MEMORY,
+    KIND_VOLUME,
     MARK_PAGE_BITS,
     NAMESPACE,
     NAMESPACES,
@@ -83,10 +101,10 @@ from dpu.layout import (
     RANGE,
     REGION,
     RING_DATA,
-    RING_ENTRIES,
     RING_HEAD,
     RING_TAIL,
     SEGMENT,
+    SEGMENT_BYTES,
     SEGMENT_LIST_BYTES,
     SEGMENTS,
     SLOTS,
@@ -112,16 +130,20 @@ from dpu.layout import (
     URING,
     URING_CQE,
     URING_SQE,
+    VOLUME_CHANGES,
+    VOLUME_COMMITTED,
     WHERE_ASIC,
     WHERE_CONTROL,
     WHERE_PARKED,
     WHERE_URING,
     WHY_ADMIN,
     WHY_BUFFER,
+    WHY_COMMIT,
     WHY_FILE,
     WHY_MARKS,
     WHY_NO_URING,
     WHY_REFUSED,
+    WHY_SOC,
 )
 from dpu.nvme.wire import (
     BROADCAST_NSID,
@@ -168,6 +190,7 @@ _SIZE_LIMIT = int(Status.COMMAND_SIZE_LIMIT_EXCEEDED) | _DNR
 _WRITE_FAULT = int(Status.WRITE_FAULT)
 _READ_ERROR = int(Status.UNRECOVERED_READ_ERROR)
 _INTERNAL = int(Status.INTERNAL_ERROR)
+_VOLUME = 1 << 31  # in the tag of an io_uring request, above the slot
 _PENDING = -1  # execute(): the completion comes later
 _BY_CONTROL = -2  # uring_status(): what the file system cannot do, a thread of control does another way
 
@@ -194,44 +217,6 @@ _SQE_COPIED, _EXECUTED, _CQE_HALF = (
 _CQE_WRITTEN, _BEFORE_EVENTFD = KILL_POINTS["cqe_written"], KILL_POINTS["before_eventfd"]
 _IN_LOOP, _URING_SUBMITTED = KILL_POINTS["in_loop"], KILL_POINTS["uring_submitted"]
 _SEGMENT_WRITTEN = KILL_POINTS["segment_written"]
-
-
-@inlined
-def kill_at(p: Any, point: int) -> None:
-    """Die here if a test asked for it; compiled to nothing in a daemon that was started without kill points."""
-    if KILLABLE and p.kill_point == point:
-        p.kill_after -= 1
-        if p.kill_after <= 0:
-            die(p.pid)
-
-
-# ------------------------------------------------------------------------------------------------------- rings
-
-
-@compiled
-def ring_push(ring: int, value: int) -> bool:
-    """Producer's side; False when the ring is full."""
-    tail = load_u64(ring + RING_TAIL)
-    if tail - load_u64(ring + RING_HEAD) >= RING_ENTRIES:
-        return False
-    store_u64(ring + RING_DATA + 8 * (tail % RING_ENTRIES), value)
-    store_u64(ring + RING_TAIL, tail + 1)
-    return True
-
-
-@compiled
-def ring_peek(ring: int) -> int:
-    """Consumer's side: the oldest value, which stays; -1 when the ring is empty."""
-    head = load_u64(ring + RING_HEAD)
-    if head == load_u64(ring + RING_TAIL):
-        return -1
-    return load_u64(ring + RING_DATA + 8 * (head % RING_ENTRIES))
-
-
-@compiled
-def ring_drop(ring: int) -> None:
-    """Consumer's side: take what :func:`ring_peek` gave."""
-    store_u64(ring + RING_HEAD, load_u64(ring + RING_HEAD) + 1)
 
 
 # --------------------------------------------------------------------------------------------- guest addresses
@@ -355,10 +340,12 @@ def walk_prps(c: Any, local: Any, sqe: Any, length: int, rights: int, out: int) 
 
 
 @inlined
-def map_lookup(ns: Any, lba: int) -> int:
-    """Host address of a logical block, the one place where a block's home is looked up; 0 is a miss."""
+def map_lookup(ns: Any, lba: int, size: int, write: bool) -> int:
+    """Host address of bytes from a logical block on, the one place where a block's home is looked up; 0 is a miss."""
     if ns.kind == KIND_MEMORY:
         return ns.host + (lba << ns.shift)
+    if ns.kind == KIND_VOLUME:
+        return soc.find(ns, lba << ns.shift, size, write)
     return 0
 
 
@@ -624,6 +611,7 @@ def to_control(p: Any, c: Any, slot: int, entry: Any, why: int) -> int:
     """Hand a command to control over the miss ring (which has room for all slots of many controllers)."""
     if TRACEABLE and c.tracing:
         hand_over(c, slot, why)
+    block_of(c, slot).why = why
     if entry.where != WHERE_PARKED:
         entry.where = WHERE_CONTROL
     if not ring_push(p.misses, c.index << 32 | slot):
@@ -649,7 +637,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
     if count < 0:
         return -count
     segments = view(out, SEGMENTS, SEGMENT)
-    host = map_lookup(ns, lba)
+    host = map_lookup(ns, lba, length, op == _WRITE)
     if host:
         for i in range(count):
             size = segments[i].length
@@ -662,6 +650,8 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
                 return _COMPARE_FAILURE
             host += size
         return _OK
+    if ns.kind == KIND_VOLUME:
+        return transfer_volume(p, c, slot, entry, ns, lba << ns.shift, length, count)
     if ns.kind != KIND_FILE:
         return _OK  # null: nothing is stored and nothing is touched
     if op == _COMPARE:
@@ -696,6 +686,8 @@ def clear(p: Any, c: Any, slot: int, entry: Any, ns: Any, offset: int, size: int
 @compiled
 def write_zeroes(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: int) -> int:
     """Write Zeroes (NVM 3.2.8); not bounded by MDTS."""
+    if ns.kind == KIND_VOLUME:
+        return erase_part(p, c, slot, entry, ns, lba << ns.shift, blocks << ns.shift)
     operations = clear(p, c, slot, entry, ns, lba << ns.shift, blocks << ns.shift)
     if operations == 0:
         return _OK
@@ -713,9 +705,21 @@ def flush(p: Any, c: Any, slot: int, entry: Any, nsid: int) -> int:
     """Flush (Base 7.1) of one namespace, or of all with FFFFFFFFh."""
     namespaces = view(c.namespaces, NAMESPACES, NAMESPACE)
     first, last = (0, NAMESPACES) if nsid == _BROADCAST else (nsid - 1, nsid)
+    for i in range(first, last):
+        if namespaces[i].kind == KIND_VOLUME:
+            g = view(namespaces[i].group, 1, GROUP_LOCAL)[0]
+            if g.durable and (nsid == _BROADCAST or uncommitted(namespaces[i])):
+                return to_control(p, c, slot, entry, WHY_COMMIT)
     u = view(p.uring, 1, URING)[0]
     operations = 0
     for i in range(first, last):
+        if namespaces[i].kind == KIND_VOLUME:
+            g = view(namespaces[i].group, 1, GROUP_LOCAL)[0]
+            backings = view(g.backings, BACKINGS, BACKING)
+            for k in range(g.backing_count):
+                if backings[k].kind == KIND_FILE:
+                    uring_prepare(u, _OP_FSYNC, backings[k].fd, 0, 0, 0, _DATASYNC, c.index << 32 | slot)
+                    operations += 1
         if namespaces[i].kind == KIND_FILE:
             if u.fd < 0:
                 return to_control(p, c, slot, entry, WHY_NO_URING)
@@ -776,8 +780,17 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     if not ns.discard:
         return _OK
     entry.bytes = total << ns.shift
-    if ns.marks and ns.kind == KIND_FILE:  # a range keeps its marks when the file system fails it
+    if ns.marks and ns.kind != KIND_MEMORY:  # a range keeps its marks when the file system fails it
         return to_control(p, c, slot, entry, WHY_MARKS)
+    if ns.kind == KIND_VOLUME:
+        b = block_of(c, slot)
+        resume(b, entry)
+        while b.part < count and signed(ranges[b.part].nlb) == 0:
+            b.part += 1
+        if b.part == count:
+            return _OK
+        part = ranges[b.part]
+        return erase_part(p, c, slot, entry, ns, part.slba << ns.shift, signed(part.nlb) << ns.shift)
     operations = 0
     for i in range(count):
         size = signed(ranges[i].nlb) << ns.shift
@@ -826,14 +839,23 @@ def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
             if find_mark(ns, ranges[i].slba, signed(ranges[i].nlb) + 1) >= 0:
                 return _READ_ERROR
     entry.bytes = total << ns.shift
-    if ns.kind == KIND_FILE:
+    if in_files(ns):
         return to_control(p, c, slot, entry, WHY_BUFFER)
     if ns.kind == KIND_MEMORY:
-        host = map_lookup(ns, target)
+        host = ns.host + (target << ns.shift)
         for i in range(count):
             size = signed(ranges[i].nlb) + 1 << ns.shift
-            move(host, map_lookup(ns, ranges[i].slba), size)
+            move(host, ns.host + (ranges[i].slba << ns.shift), size)
             host += size
+    if ns.kind == KIND_VOLUME:
+        b = block_of(c, slot)
+        resume(b, entry)
+        if b.part < count:
+            address(b, ns, BLOCK_COPY, ranges[b.part].slba << ns.shift, signed(ranges[b.part].nlb) + 1 << ns.shift)
+            b.target = target << ns.shift
+            for i in range(b.part):
+                b.target += signed(ranges[i].nlb) + 1 << ns.shift
+            return to_soc(p, c, slot, entry)
     if ns.marks:
         unmark(ns, target, total)
     return _OK
@@ -844,7 +866,290 @@ def verify(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     """Verify (NVM 3.2.5) of blocks that are not marked: memory holds what was put there, control reads a file."""
     if signed(entry.sqe.cdw12) & CDW12_PRACT:
         return _INVALID_FIELD
-    return to_control(p, c, slot, entry, WHY_BUFFER) if ns.kind == KIND_FILE else _OK
+    return to_control(p, c, slot, entry, WHY_BUFFER) if in_files(ns) else _OK
+
+
+# ------------------------------------------------------------------------------------------------------ volumes
+
+
+@inlined
+def block_of(c: Any, slot: int) -> Any:
+    """The block request of a slot."""
+    return view(c.blocks + BLOCK_BYTES * slot, 1, BLOCK)[0]
+
+
+@compiled
+def in_files(ns: Any) -> bool:
+    """Whether some of a namespace is in files."""
+    return ns.kind == KIND_FILE or (ns.kind == KIND_VOLUME and view(ns.group, 1, GROUP_LOCAL)[0].durable != 0)
+
+
+@compiled
+def uncommitted(ns: Any) -> bool:
+    """Whether a volume's map has changes that are not durable."""
+    return load_u64(ns.volume + VOLUME_CHANGES) != load_u64(ns.volume + VOLUME_COMMITTED)
+
+
+@compiled
+def resume(b: Any, entry: Any) -> None:
+    """A command of many parts begins, or goes on where it was."""
+    if b.sequence != entry.sequence:
+        b.sequence = entry.sequence
+        b.part = 0
+        b.at = 0
+
+
+@compiled
+def address(b: Any, ns: Any, action: int, offset: int, length: int) -> None:
+    """Fill in a block request."""
+    b.action = action
+    b.group = ns.group
+    b.volume = ns.volume
+    b.offset = offset
+    b.length = length
+
+
+@compiled
+def to_soc(p: Any, c: Any, slot: int, entry: Any) -> int:
+    """Put a command into the virtual queue to the soc; if that is full it begins again in the next pass."""
+    if TRACEABLE and c.tracing:
+        hand_over(c, slot, WHY_SOC)
+    if not ring_push(p.to_soc, c.index << 32 | slot):
+        append_todo(c, slot)
+    return _PENDING
+
+
+@compiled
+def transfer_volume(p: Any, c: Any, slot: int, entry: Any, ns: Any, offset: int, length: int, segments: int) -> int:
+    """Read, Write or Compare blocks that are not all in one cluster in memory, or that the soc has to see."""
+    b = block_of(c, slot)
+    write = signed(entry.sqe.opcode) == _WRITE
+    address(b, ns, BLOCK_WRITE if write else BLOCK_READ, offset, length)
+    b.segments = segments
+    if view(ns.group, 1, GROUP_LOCAL)[0].offload:
+        b.count = soc.locate(p, b, offset, write, False, c.blocks + BLOCK_BYTES * slot + BLOCK_EXTENTS)
+        if b.count > 0:
+            return ended(p, c, slot, entry, ns, b, move_extents(p, c, slot, entry, b))
+    return to_soc(p, c, slot, entry)
+
+
+@compiled
+def erase_part(p: Any, c: Any, slot: int, entry: Any, ns: Any, offset: int, length: int) -> int:
+    """The next part of a Deallocate or Write Zeroes, of ``length`` bytes at ``offset``."""
+    b = block_of(c, slot)
+    op = signed(entry.sqe.opcode)
+    if op == _ZEROES:
+        resume(b, entry)
+        if b.part:
+            return _OK
+    address(b, ns, BLOCK_ERASE, offset + b.at, length - b.at)
+    b.free = 1 if op == _DSM else 0
+    return to_soc(p, c, slot, entry)
+
+
+@compiled
+def volume_to_uring(p: Any, c: Any, slot: int, entry: Any, b: Any, operations: int) -> int:
+    """Account for requests on a volume: control waits for those that began before it took a cluster away."""
+    if operations == 0:
+        return _OK
+    b.parity = p.parity & 1
+    if b.parity:
+        p.begun_odd += 1
+    else:
+        p.begun_even += 1
+    return to_uring(p, c, slot, entry, operations)
+
+
+@compiled
+def move_extents(p: Any, c: Any, slot: int, entry: Any, b: Any) -> int:
+    """Move a command's data between the guest and the extents of its block request."""
+    op = signed(entry.sqe.opcode)
+    at = c.blocks + BLOCK_BYTES * slot
+    extents = view(at + BLOCK_EXTENTS, EXTENTS, EXTENT)
+    iovecs = view(at + BLOCK_IOVECS, SEGMENTS + EXTENTS, SEGMENT)
+    segments = view(c.segments + slot * SEGMENT_LIST_BYTES, SEGMENTS, SEGMENT)
+    g = view(b.group, 1, GROUP_LOCAL)[0]
+    u = view(p.uring, 1, URING)[0]
+    b.left = 0
+    if op == _COMPARE:
+        for i in range(b.count):
+            if extents[i].host == 0:
+                return to_control(p, c, slot, entry, WHY_BUFFER)
+    flags = _DSYNC if op == _WRITE and (signed(entry.sqe.cdw12) & CDW12_FUA or c.write_through) else 0
+    segment, within, used, operations = 0, 0, 0, 0
+    for i in range(b.count):
+        host, left, odd, first = extents[i].host, extents[i].length, extents[i].offset, used
+        while left > 0:
+            guest = segments[segment].host + within
+            size = min(left, segments[segment].length - within)
+            if extents[i].host == 0:
+                iovecs[used].host = guest
+                iovecs[used].length = size
+                odd |= guest | size
+                used += 1
+            elif op == _READ:
+                copy(guest, host, size)
+            elif op == _WRITE:
+                copy(host, guest, size)
+                kill_at(p, _SEGMENT_WRITTEN)
+            elif differ(host, guest, size):
+                return _COMPARE_FAILURE
+            host += size
+            left -= size
+            within += size
+            if within == segments[segment].length:
+                segment += 1
+                within = 0
+        if extents[i].host == 0:
+            backing = view(g.backings, BACKINGS, BACKING)[extents[i].backing]
+            fd = backing.fd if backing.direct_fd < 0 or odd & backing.align else backing.direct_fd
+            list_at = at + BLOCK_IOVECS + SEGMENT_BYTES * first
+            opcode = _OP_READV if op == _READ else _OP_WRITEV
+            tag = c.index << 32 | _VOLUME | slot
+            uring_prepare(u, opcode, fd, extents[i].offset, list_at, used - first, flags, tag)
+            b.left += extents[i].length
+            operations += 1
+    return volume_to_uring(p, c, slot, entry, b, operations)
+
+
+@compiled
+def clear_extents(p: Any, c: Any, slot: int, entry: Any, b: Any) -> int:
+    """Make the extents of a block request read as zeroes."""
+    extents = view(c.blocks + BLOCK_BYTES * slot + BLOCK_EXTENTS, EXTENTS, EXTENT)
+    backings = view(view(b.group, 1, GROUP_LOCAL)[0].backings, BACKINGS, BACKING)
+    u = view(p.uring, 1, URING)[0]
+    b.left = 0
+    operations = 0
+    for i in range(b.count):
+        e = extents[i]
+        fd = backings[e.backing].fd
+        if e.host == 0:
+            tag = c.index << 32 | _VOLUME | slot
+            uring_prepare(u, _OP_FALLOCATE, fd, e.offset, e.length, _PUNCH_HOLE, 0, tag)
+            operations += 1
+        elif e.length < _PUNCH_MIN or punch(fd, e.offset, e.length) < 0:
+            fill(e.host, 0, e.length)
+    return volume_to_uring(p, c, slot, entry, b, operations)
+
+
+@compiled
+def copy_extents(c: Any, slot: int, b: Any) -> int:
+    """Copy between the two lists of a block request, all of it in memory."""
+    at = c.blocks + BLOCK_BYTES * slot
+    sources = view(at + BLOCK_EXTENTS, EXTENTS, EXTENT)
+    targets = view(at + BLOCK_TARGETS, EXTENTS, EXTENT)
+    i, k, done, filled = 0, 0, 0, 0
+    while i < b.count:
+        size = min(sources[i].length - done, targets[k].length - filled)
+        move(targets[k].host + filled, sources[i].host + done, size)
+        done += size
+        filled += size
+        if done == sources[i].length:
+            i += 1
+            done = 0
+        if filled == targets[k].length:
+            k += 1
+            filled = 0
+    b.done = b.length
+    return _OK
+
+
+@compiled
+def ended(p: Any, c: Any, slot: int, entry: Any, ns: Any, b: Any, status: int) -> int:
+    """The data of a block request have been moved, unless ``status`` says else: go on; a status, or _PENDING."""
+    op = signed(entry.sqe.opcode)
+    if status == _OK and b.action >= BLOCK_ERASE:
+        if b.done < b.length:  # it was enough for one pass
+            b.at += b.done
+            append_todo(c, slot)
+            return _PENDING
+        b.part += 1
+        b.at = 0
+        if op == _DSM:
+            status = deallocate(p, c, slot, entry, ns)
+        elif op == _COPY:
+            status = copy_blocks(p, c, slot, entry, ns)
+    if status != _OK:
+        return status
+    if op == _WRITE or op == _ZEROES:
+        if ns.marks:
+            lba = signed(entry.sqe.cdw10) | signed(entry.sqe.cdw11) << 32
+            unmark(ns, lba, (signed(entry.sqe.cdw12) & CDW12_NLB) + 1)
+        durable = signed(entry.sqe.cdw12) & CDW12_FUA or c.write_through
+        if durable and in_files(ns) and (op == _ZEROES or uncommitted(ns)):
+            return to_control(p, c, slot, entry, WHY_COMMIT)
+    return _OK
+
+
+@compiled
+def answered(p: Any, c: Any, slot: int) -> None:
+    """The soc has answered a block request."""
+    entry = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot]
+    ns = view(c.namespaces, NAMESPACES, NAMESPACE)[signed(entry.sqe.nsid) - 1]
+    b = block_of(c, slot)
+    u = view(p.uring, 1, URING)[0]
+    if b.count < 0:
+        status = _LBA_RANGE if b.count == -soc.OUTSIDE else to_control(p, c, slot, entry, -b.count)
+    elif u.inflight + URING_RESERVE > u.limit:
+        append_todo(c, slot)
+        return
+    elif b.action == BLOCK_ERASE:
+        status = clear_extents(p, c, slot, entry, b)
+    elif b.action == BLOCK_COPY:
+        status = copy_extents(c, slot, b)
+    else:
+        status = move_extents(p, c, slot, entry, b)
+    status = ended(p, c, slot, entry, ns, b, status)
+    if status != _PENDING:
+        post(p, c, slot, entry, status)
+
+
+@compiled
+def serve_soc(p: Any) -> int:
+    """Let the soc do what this pass has asked of it, and what that leads to."""
+    controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
+    count = 0
+    while soc.serve(p):
+        while True:
+            value = ring_peek(p.from_soc)
+            if value < 0:
+                break
+            ring_drop(p.from_soc)
+            answered(p, controllers[value >> 32], value & 0xFFFFFFFF)
+            count += 1
+    return count
+
+
+@compiled
+def reap_volume(p: Any, c: Any, slot: int, result: int) -> None:
+    """Take in an io_uring result of a command on a volume."""
+    entry = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot]
+    ns = view(c.namespaces, NAMESPACES, NAMESPACE)[signed(entry.sqe.nsid) - 1]
+    b = block_of(c, slot)
+    if result >= 0:
+        b.left -= result
+    elif entry.status == 0:
+        entry.status = uring_status(entry, result)
+    entry.pending -= 1
+    if entry.pending:
+        return
+    c.outstanding -= 1
+    if b.parity:
+        p.begun_odd -= 1
+    else:
+        p.begun_even -= 1
+    status = entry.status
+    entry.status = 0
+    if status == _OK and b.left:
+        status = _READ_ERROR if signed(entry.sqe.opcode) == _READ else _CAPACITY
+    if status == _BY_CONTROL:
+        status = to_control(p, c, slot, entry, WHY_REFUSED)
+    status = ended(p, c, slot, entry, ns, b, status)
+    if status != _PENDING:
+        post(p, c, slot, entry, status)
+
+
+# -------------------------------------------------------------------------------------------------- any command
 
 
 @inlined
@@ -1022,8 +1327,9 @@ def take_updates(p: Any) -> int:
             return count
         c = controllers[value >> 32]
         slot = value & 0xFFFFFFFF
-        if c.live and view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot].state == EXECUTED:
-            append_todo(c, slot)  # else a reset has dropped it
+        state = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot].state if c.live else FREE
+        if state == EXECUTED or state == FETCHED:  # FETCHED: to be executed now; FREE: a reset has dropped it
+            append_todo(c, slot)
         ring_drop(p.updates)
         count += 1
 
@@ -1082,7 +1388,11 @@ def reap(p: Any) -> int:
         head = (head + 1) & 0xFFFFFFFF
         u.inflight -= 1
         c = controllers[e.user_data >> 32]
-        slot = e.user_data & 0xFFFFFFFF
+        slot = e.user_data & (_VOLUME - 1)
+        if e.user_data & _VOLUME:
+            reap_volume(p, c, slot, signed(e.res))
+            count += 1
+            continue
         entry = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot]
         if entry.status == 0:
             entry.status = uring_status(entry, signed(e.res))
@@ -1344,6 +1654,7 @@ def one_pass(p: Any, look: bool) -> int:
             work += serve_queue(p, c, load_u64(c.live_queues + 8 * k))
         if work != before:
             c.busy = now
+    work += serve_soc(p)
     submit(p)
     signal(p)
     if p.kick:

@@ -25,6 +25,7 @@ from numba.extending import intrinsic, overload
 from dpu.fastpath.jit import JIT
 
 _FENCE = threading.Lock()  # taking and leaving a lock is a full barrier
+_ATOMIC = threading.Lock()  # for plain Python's threads
 _BYTE_POINTER = ir.IntType(8).as_pointer()
 
 
@@ -116,6 +117,25 @@ def _copy(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _swap_u64(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        pair = builder.cmpxchg(pointer, args[1], args[2], "acq_rel", "acquire")
+        return builder.extract_value(pair, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _add_u64(typingctx: Any, address: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
 def load_u32(address: int) -> int:
     """Acquire-load of a 32-bit word."""
     return int(ctypes.c_uint32.from_address(int(address)).value)
@@ -134,6 +154,23 @@ def store_u32(address: int, value: int) -> None:
 def store_u64(address: int, value: int) -> None:
     """Release-store of a 64-bit word."""
     ctypes.c_int64.from_address(int(address)).value = int(value)
+
+
+def swap_u64(address: int, expected: int, value: int) -> bool:
+    """Store ``value`` if the word is ``expected``, in one step; whether it was."""
+    with _ATOMIC:
+        if load_u64(address) != expected:
+            return False
+        store_u64(address, value)
+        return True
+
+
+def add_u64(address: int, value: int) -> int:
+    """Add to a 64-bit word in one step; what it was before."""
+    with _ATOMIC:
+        before = load_u64(address)
+        store_u64(address, signed(before + value))
+        return before
 
 
 def fence() -> None:
@@ -178,6 +215,10 @@ if JIT:
     overload(load_u64)(lambda address: lambda address: _load_u64(address))
     overload(store_u32)(lambda address, value: lambda address, value: _store_u32(address, value))
     overload(store_u64)(lambda address, value: lambda address, value: _store_u64(address, value))
+    overload(swap_u64)(
+        lambda address, expected, value: lambda address, expected, value: _swap_u64(address, expected, value)
+    )
+    overload(add_u64)(lambda address, value: lambda address, value: _add_u64(address, value))
     overload(fence)(lambda: lambda: _fence())
     overload(pause)(lambda: lambda: _pause())
     overload(ticks)(lambda: lambda: _ticks())

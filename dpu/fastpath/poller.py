@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dpu import layout
-from dpu.fastpath import asic
+from dpu.fastpath import asic, rings, soc
 from dpu.fastpath.atomics import load_u64, store_u64, ticks
 from dpu.fastpath.jit import JIT, compiled
 from dpu.fastpath.uring import NoRing, Ring
@@ -29,6 +29,8 @@ from dpu.fastpath.uring import NoRing, Ring
 SPIN_PASSES = 50
 IDLE_MS = 250
 NAP_US = 2000
+SETTLE_POLL_S = 0.001
+_PARITY = layout.offset_of(layout.POLLER, "parity")
 LOOK_US = 3
 QUIET_US = 100
 _PR_SET_TIMERSLACK = 29
@@ -50,9 +52,11 @@ def compile_all() -> None:
     """Compile the loop (or load it from the cache) before anything is served, and measure the clock."""
     if JIT:
         asic.run.compile("void(int64)")  # type: ignore[attr-defined]
-        asic.ring_push.compile("boolean(int64,int64)")  # type: ignore[attr-defined]
-        asic.ring_peek.compile("int64(int64)")  # type: ignore[attr-defined]
-        asic.ring_drop.compile("void(int64)")  # type: ignore[attr-defined]
+        rings.ring_push.compile("boolean(int64,int64)")  # type: ignore[attr-defined]
+        rings.ring_peek.compile("int64(int64)")  # type: ignore[attr-defined]
+        rings.ring_drop.compile("void(int64)")  # type: ignore[attr-defined]
+        soc.control_exchange.compile("int64(int64,int64,int64,int64,int64,int64,int64)")  # type: ignore[attr-defined]
+        soc.control_answer.compile("int64(int64,int64)")  # type: ignore[attr-defined]
         now.compile("int64()")  # type: ignore[attr-defined]
     ns_multiplier()
 
@@ -72,6 +76,7 @@ class Poller:
     """``cpu``: the CPU that the thread is bound to, or None. ``health``: address of its heartbeat word.
 
     ``quiet_us``: how long a controller had nothing to do until it is looked at less often; 0: each pass looks at it.
+    ``number``: of its area in each group of volumes.
     """
 
     def __init__(
@@ -84,8 +89,9 @@ class Poller:
         spin: int = SPIN_PASSES,
         nap_us: int = NAP_US,
         quiet_us: int = QUIET_US,
+        number: int = 0,
     ) -> None:
-        self.cpu = cpu
+        self.cpu, self.number = cpu, number
         self.ring = ring
         self.control_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -96,6 +102,9 @@ class Poller:
         self._areas = {
             "misses": np.zeros(layout.RING_BYTES, np.uint8),
             "updates": np.zeros(layout.RING_BYTES, np.uint8),
+            "to_soc": np.zeros(layout.RING_BYTES, np.uint8),
+            "from_soc": np.zeros(layout.RING_BYTES, np.uint8),
+            "zeroes": np.zeros(layout.TRANSFER_MAX, np.uint8),
             "errors": np.zeros(layout.RING_DATA + layout.ERROR_ENTRIES * layout.ERROR_RECORD.itemsize, np.uint8),
             "pollfds": np.zeros(layout.POLLFDS, layout.POLLFD),
             "scratch": np.zeros(layout.SCRATCH_BYTES, np.uint8),
@@ -107,12 +116,14 @@ class Poller:
         self._areas["scratch"][2 * layout.PAGE] = 1  # what is written to eventfds
         p.controllers, p.uring = self.controllers.ctypes.data, ring.address
         p.control_fd, p.wake_fd, p.health = self.control_fd, self.wake_fd, health
+        p.number = number
         p.spin, p.idle_ms, p.stamps, p.counters = spin, IDLE_MS, int(stamps), 1
         p.ns_mult, p.pid, p.nap_ns = ns_multiplier(), os.getpid(), nap_us * 1000
         p.look_ticks = (LOOK_US * 1000 << 20) // ns_multiplier()
         p.quiet_ticks = (quiet_us * 1000 << 20) // ns_multiplier() if quiet_us else 1 << 62
         self.trace: Any = None  # see make_trace
         self._thread: threading.Thread | None = None
+        self._settling = asyncio.Lock()
         self._waiters: list[tuple[int, asyncio.Future[None]]] = []
 
     # ------------------------------------------------------------------------------------------------ its life
@@ -165,6 +176,19 @@ class Poller:
         self.wake()
         await future
 
+    async def settled(self) -> None:
+        """Return when all that was begun on volumes before has ended, with io_uring too; nothing is held up.
+
+        What begins is counted by the parity of a word that changes here, so the older ones can be waited for.
+        """
+        async with self._settling:
+            old = int(self.record.parity)
+            store_u64(self.address + _PARITY, old + 1)
+            await self.grace()
+            begun = "begun_odd" if old & 1 else "begun_even"
+            while self.running and self.record[begun]:
+                await asyncio.sleep(SETTLE_POLL_S)
+
     def woken(self) -> None:
         """Called by control when ``control_fd`` is readable: empties it and ends graces that are over."""
         with contextlib.suppress(BlockingIOError):
@@ -178,14 +202,14 @@ class Poller:
     def misses(self) -> list[tuple[int, int]]:
         """(controller index, slot) of the commands that were handed to control."""
         found = []
-        while (value := int(asic.ring_peek(int(self.record.misses)))) >= 0:
-            asic.ring_drop(int(self.record.misses))
+        while (value := int(rings.ring_peek(int(self.record.misses)))) >= 0:
+            rings.ring_drop(int(self.record.misses))
             found.append((value >> 32, value & 0xFFFFFFFF))
         return found
 
     def update(self, controller: int, slot: int) -> None:
         """Give a command back whose entry is EXECUTED. The ring has room for every slot that control can hold."""
-        pushed = asic.ring_push(int(self.record.updates), controller << 32 | slot)
+        pushed = rings.ring_push(int(self.record.updates), controller << 32 | slot)
         assert pushed, "update ring is full"
         self.wake()
 

@@ -3,7 +3,8 @@
 The compiled stage does I/O through io_uring; what it hands over is Write Uncorrectable, for every back end; Compare,
 Verify, Copy, Deallocate once there are marks, and what the file system does not do, on files; everything on files
 where the kernel does not allow io_uring; and everything of clients that do not share their memory (dpu.dma). LBA
-ranges and marks of source blocks were checked before, but for Copy's.
+ranges and marks of source blocks were checked before, but for Copy's. On a volume the map is asked as the compiled
+stage asks it, and control's store is asked for room and for copies of what is shared (dpu.volumes.interface).
 
 Use: ``await execute(sqe, memory, subsystem, durable)``. Errors: none; what fails is a status.
 Source: NVM Command Set Specification 1.0, section 3.2.
@@ -15,11 +16,20 @@ import asyncio
 import ctypes
 import errno
 import os
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, cast
 
-from dpu.backends import Backend, NullBackend
-from dpu.layout import COPY_MAX, TRANSFER_MAX
+from dpu.backends import Backend, Kind, NullBackend
+from dpu.layout import (
+    BLOCK_ERASE,
+    BLOCK_READ,
+    BLOCK_WRITE,
+    CONTROL_AREA,
+    COPY_MAX,
+    TRANSFER_MAX,
+    WHY_COMMIT,
+    WHY_SHARED,
+)
 from dpu.nvme import prp
 from dpu.nvme.errors import CommandError
 from dpu.nvme.interfaces import Completion, GuestMemory
@@ -35,6 +45,8 @@ from dpu.nvme.wire import (
     Status,
     SubmissionEntry,
 )
+from dpu.volumes.area import Extent
+from dpu.volumes.interface import VolumeNamespace, VolumeStore
 
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
@@ -80,9 +92,8 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
     op = entry.opcode
     if op == NvmOpcode.FLUSH:
         nsids = list(subsystem.by_nsid) if entry.nsid == BROADCAST_NSID else [entry.nsid]
-        for fd in [subsystem.backend(nsid).fd for nsid in nsids]:
-            if fd >= 0:
-                await asyncio.to_thread(os.fdatasync, fd)
+        for nsid in nsids:
+            await _blocks(subsystem.backend(nsid)).sync()
         return
     backend, size = subsystem.backend(entry.nsid), subsystem.block_size(entry.nsid)
     if op == NvmOpcode.DATASET_MANAGEMENT:
@@ -98,21 +109,22 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
         if op in (NvmOpcode.WRITE, NvmOpcode.WRITE_ZEROES):
             _unmark(backend, lba, blocks)
     elif op == NvmOpcode.VERIFY:
-        await asyncio.to_thread(_verify, backend.fd, length, offset)
+        for at in range(offset, offset + length, TRANSFER_MAX):
+            await _blocks(backend).read(min(TRANSFER_MAX, offset + length - at), at)
     elif op in (NvmOpcode.READ, NvmOpcode.COMPARE):
         expected = prp.read(memory, entry, length) if op == NvmOpcode.COMPARE else b""
-        found = await asyncio.to_thread(_read, backend.fd, length, offset)
+        found = await _blocks(backend).read(length, offset)
         if op == NvmOpcode.READ:
             prp.write(memory, entry, found)
         elif found != expected:
             raise CommandError(Status.COMPARE_FAILURE)
     elif op == NvmOpcode.WRITE:
         data = prp.read(memory, entry, length)
-        await asyncio.to_thread(_write, backend.fd, data, offset, durable)
+        await _blocks(backend).write(data, offset, durable)
         _unmark(backend, lba, blocks)
     else:
         assert op == NvmOpcode.WRITE_ZEROES, op
-        await asyncio.to_thread(_zero, backend.fd, length, offset, durable)
+        await _blocks(backend).zero(length, offset, durable)
         _unmark(backend, lba, blocks)
 
 
@@ -144,17 +156,32 @@ async def _copy(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subsyste
     null = isinstance(backend, NullBackend)
     for i, (one, length) in enumerate(zip(ranges, lengths)):
         try:
-            blocks = b"" if null else await asyncio.to_thread(_read, backend.fd, length, one.slba * size)
+            data = b"" if null else await _blocks(backend).read(length, one.slba * size)
         except OSError:
             return Completion(Status.UNRECOVERED_READ_ERROR, i)
         try:
             if not null:
-                await asyncio.to_thread(_write, backend.fd, blocks, lba * size, durable)
+                await _blocks(backend).write(data, lba * size, durable)
         except OSError as error:
             return Completion(_write_status(error), i)
         _unmark(backend, lba, length // size)
         lba += length // size
     return Completion(Status.SUCCESS)
+
+
+async def see_to(volume: VolumeNamespace, poller: int, why: int, first: int, clusters: int) -> Completion | None:
+    """What the compiled stage has asked of control for a command on a volume; None: the command is to begin anew.
+
+    ``why`` is WHY_ROOM, WHY_SHARED or WHY_COMMIT.
+    """
+    try:
+        if why == WHY_COMMIT:
+            await volume.store.commit(volume.number)
+            return Completion(Status.SUCCESS)
+        await help_out(volume.store, why, poller, volume.number, first, clusters)
+        return None
+    except OSError as error:
+        return Completion(_write_status(error))
 
 
 def _write_status(error: OSError) -> int:
@@ -176,8 +203,107 @@ async def _deallocate(entry: SubmissionEntry, memory: GuestMemory, backend: Back
         raise CommandError(Status.NAMESPACE_WRITE_PROTECTED)
     if entry.cdw11 & CDW11_DSM_AD and backend.supports_discard:
         for one in ranges:
-            if await asyncio.to_thread(_punch, backend.fd, one.nlb * size, one.slba * size):
+            if await _blocks(backend).deallocate(one.nlb * size, one.slba * size):
                 _unmark(backend, one.slba, one.nlb)  # a deallocated block reads as DLFEAT says
+
+
+class _File:
+    """A back end's file, in threads. Lengths and offsets are in bytes; errors are OSError."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    async def sync(self) -> None:
+        if self._fd >= 0:
+            await asyncio.to_thread(os.fdatasync, self._fd)
+
+    async def read(self, length: int, offset: int) -> bytes:
+        return await asyncio.to_thread(_read, self._fd, length, offset)
+
+    async def write(self, data: bytes, offset: int, durable: bool) -> None:
+        await asyncio.to_thread(_write, self._fd, data, offset, durable)
+
+    async def zero(self, length: int, offset: int, durable: bool) -> None:
+        await asyncio.to_thread(_zero, self._fd, length, offset, durable)
+
+    async def deallocate(self, length: int, offset: int) -> bool:
+        return await asyncio.to_thread(_punch, self._fd, length, offset)
+
+
+class _Volume:
+    """The same of a volume."""
+
+    def __init__(self, volume: VolumeNamespace) -> None:
+        self._area, self._number, self._store = volume.area, volume.number, volume.store
+
+    async def sync(self) -> None:
+        if self._area.local[0].durable:
+            await self._store.commit(self._number)
+
+    async def read(self, length: int, offset: int) -> bytes:
+        async with self._area.gate.passing():
+            extents = self._area.ask(self._number, BLOCK_READ, offset, length).extents
+            return await asyncio.to_thread(self._read, extents)
+
+    async def write(self, data: bytes, offset: int, durable: bool) -> None:
+        await self._change(lambda extents: self._write(extents, data), BLOCK_WRITE, offset, len(data))
+        if durable:
+            await self.sync()
+
+    async def zero(self, length: int, offset: int, durable: bool) -> None:
+        await self._erase(length, offset, free=False)
+        if durable:
+            await self.sync()
+
+    async def deallocate(self, length: int, offset: int) -> bool:
+        await self._erase(length, offset, free=True)
+        return True
+
+    async def _erase(self, length: int, offset: int, *, free: bool) -> None:
+        while length:
+            done = await self._change(self._zero, BLOCK_ERASE, offset, length, free=free)
+            offset, length = offset + done, length - done
+
+    async def _change(
+        self, work: Callable[[list[Extent]], None], action: int, offset: int, length: int, *, free: bool = False
+    ) -> int:
+        """Have ``work`` done on the extents in a thread, when they are the volume's own; ``Answer.done``."""
+        while True:
+            async with self._area.gate.passing():
+                answer = self._area.ask(self._number, action, offset, length, free=free)
+                if not answer.why:
+                    await asyncio.to_thread(work, answer.extents)
+                    return answer.done
+            await help_out(self._store, answer.why, CONTROL_AREA, self._number, answer.first, answer.clusters)
+
+    def _fd(self, extent: Extent) -> int:
+        return int(self._area.local_backings[extent.backing].fd)
+
+    def _read(self, extents: list[Extent]) -> bytes:
+        parts = [bytes(e.length) if e.backing < 0 else _read(self._fd(e), e.length, e.offset) for e in extents]
+        return b"".join(parts)
+
+    def _write(self, extents: list[Extent], data: bytes) -> None:
+        at = 0
+        for extent in extents:
+            _write(self._fd(extent), data[at : at + extent.length], extent.offset, False)
+            at += extent.length
+
+    def _zero(self, extents: list[Extent]) -> None:
+        for extent in extents:
+            _zero(self._fd(extent), extent.length, extent.offset, False)
+
+
+async def help_out(store: VolumeStore, why: int, area: int, volume: int, first: int, clusters: int) -> None:
+    """Do what a change of a map waits for, so that it can be tried again; OSError when that is not possible."""
+    if why == WHY_SHARED:
+        await store.make_writable(volume, first, clusters)
+    elif not await store.room(area):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _blocks(backend: Backend) -> _File | _Volume:
+    return _Volume(cast(VolumeNamespace, backend)) if backend.kind is Kind.VOLUME else _File(backend.fd)
 
 
 def _read(fd: int, length: int, offset: int) -> bytes:
@@ -185,11 +311,6 @@ def _read(fd: int, length: int, offset: int) -> bytes:
     if len(data) != length:
         raise OSError(errno.EIO, "file is shorter than its back end")
     return data
-
-
-def _verify(fd: int, length: int, offset: int) -> None:
-    for at in range(offset, offset + length, _CHUNK_BYTES):
-        _read(fd, min(_CHUNK_BYTES, offset + length - at), at)
 
 
 def _write(fd: int, data: bytes, offset: int, durable: bool) -> None:

@@ -29,15 +29,18 @@ leaves are full). Errors: OSError.
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import fcntl
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dpu import layout
+from dpu.fastpath import soc
 from dpu.fastpath.atomics import load_u64, store_u64
 from dpu.guestmap import Mapping
 from dpu.layout import LEAF_BITS, LEAF_ENTRIES, PLACE, RING_DATA, RING_ENTRIES, RING_HEAD, RING_TAIL
@@ -47,12 +50,23 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 @dataclass(frozen=True)
-class Run:
-    """Bytes of a volume that lie together. ``backing`` -1: they are not mapped; ``offset`` is then 0."""
+class Extent:
+    """Bytes of a volume that lie together. ``backing`` -1: they are not mapped, ``offset`` is then 0."""
 
     backing: int
     offset: int  # in the back end
     length: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To :meth:`Area.ask`. ``why`` 0, or WHY_*: WHY_ROOM, or WHY_SHARED with the clusters to make writable."""
+
+    why: int
+    extents: list[Extent]
+    done: int  # bytes of an erasure that are dealt with; the rest is to be asked for again
+    first: int
+    clusters: int
 
 
 class Area:
@@ -60,12 +74,14 @@ class Area:
 
     ``group``, ``backings``, ``volumes``, ``roots``, ``leaf_epochs``, ``leaf_states``, ``cluster_states``, ``leaves``:
     the parts (see dpu.layout). ``address``: of the GROUP_LOCAL record, for the compiled stage. ``gate``: of control's
-    threads.
+    threads. ``lock``, ``newcomers``: of Worker.quiet; the planes that have come while it lasts.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.gate = Gate()
+        self.lock = asyncio.Lock()
+        self.newcomers: list[Any] | None = None
         self._mapping = Mapping(fd, layout.GROUP_BYTES)
         self.host = self._mapping.host
         part = self._part
@@ -87,6 +103,9 @@ class Area:
         g.areas, g.leaves = self.host + layout.AREAS_OFFSET, self.host + layout.LEAVES_OFFSET
         g.backings, g.volumes = int(self.local_backings.ctypes.data), self.host + layout.VOLUMES_OFFSET
         g.cluster_shift, g.offload, g.copy_max = self.group.cluster_shift, 1, 1 << 20
+        self._control: Any = np.zeros(1, layout.POLLER).view(np.recarray)  # stands for a poller
+        self._control[0].number, self._control[0].zeroes = layout.CONTROL_AREA, 1
+        self._block = np.zeros(layout.BLOCK_BYTES, np.uint8)
 
     @classmethod
     def create(cls, cluster_shift: int) -> Area:
@@ -128,12 +147,19 @@ class Area:
     def set_backing(
         self, number: int, kind: int, fd: int, *, start: int, host: int = 0, direct_fd: int = -1, align: int = 1
     ) -> None:
-        """Tell the compiled stage about a back end. ``start``: byte of its cluster 0; the rest as in NAMESPACE."""
+        """Tell the compiled stage about a back end. ``start``: byte of its cluster 0. The rest is of the back end."""
         row = self.local_backings[number]
-        row.host, row.fd, row.direct_fd, row.align, row.start = host, fd, direct_fd, align - 1, start
+        row.host, row.fd, row.direct_fd, row.align, row.start = host and host + start, fd, direct_fd, align - 1, start
         row.kind = kind
-        kinds = self.local_backings.kind
-        self.local[0].durable = int((kinds == layout.KIND_FILE).any())
+        g = self.local[0]
+        g.backing_count = max(int(g.backing_count), number + 1)
+        g.durable = int((self.local_backings.kind == layout.KIND_FILE).any())
+        g.direct = int(g.offload and not g.durable)
+
+    def set_offload(self, on: bool) -> None:
+        """Whether the asic serves by itself what is mapped (see dpu.fastpath.soc), from the next pass on."""
+        g = self.local[0]
+        g.offload, g.direct = int(on), int(on and not g.durable)
 
     def state_index(self, places: Any) -> Any:
         """Where the states of clusters are in ``cluster_states``."""
@@ -160,29 +186,41 @@ class Area:
         table = np.where(words[:, None] != 0, self.leaves[words], 0)
         return table.reshape(-1)[first - (begin << LEAF_BITS) :][:count]
 
-    def runs(self, number: int, offset: int, length: int, *, write: bool = False) -> list[Run] | None:
-        """Where bytes of a volume are; with ``write`` None unless all of them may be written in place."""
-        shift = int(self.group.cluster_shift)
-        first = offset >> shift
-        entries = self.entries(number, first, (offset + length - 1 >> shift) - first + 1)
-        if write and ((entries >> layout.PLACE_BITS) != self.volumes[number].epoch).any():
-            return None
-        runs: list[Run] = []
-        at = offset
-        for i, entry in enumerate(entries.tolist()):
-            size = min((first + i + 1) << shift, offset + length) - at
-            backing, where = -1, 0
-            if entry:
-                backing = (entry & PLACE) >> layout.BACKING_SHIFT
-                start = int(self.local_backings[backing].start)
-                where = start + ((entry & layout.CLUSTER) << shift) + (at & (1 << shift) - 1)
-            last = runs[-1] if runs else None
-            if last and last.backing == backing and (backing < 0 or last.offset + last.length == where):
-                runs[-1] = Run(backing, last.offset, last.length + size)
-            else:
-                runs.append(Run(backing, where, size))
-            at += size
-        return runs
+    def ask(self, number: int, action: int, offset: int, length: int, *, free: bool = False) -> Answer:
+        """Where bytes of a volume are, as a poller asks the soc, with the pools of CONTROL_AREA.
+
+        ``action``: BLOCK_READ; BLOCK_WRITE makes them the volume's own; BLOCK_ERASE unmaps (``free``: by Deallocate)
+        and lists what is left to be cleared. ``length``: at most TRANSFER_MAX, but of an erasure.
+        """
+        assert action == layout.BLOCK_ERASE or 0 < length <= layout.TRANSFER_MAX
+        b = self._block[: layout.BLOCK.itemsize].view(layout.BLOCK).view(np.recarray)[0]
+        b.action, b.group, b.volume = action, self.address, self.volume_address(number)
+        b.offset, b.length, b.free = offset, length, int(free)
+        count = self._compiled(soc.control_answer, int(self._block.ctypes.data))
+        assert count != -soc.OUTSIDE, "bytes that are not in the volume"
+        if count < 0:
+            return Answer(-count, [], 0, int(b.first), int(b.clusters))
+        rows = self._block[layout.BLOCK_EXTENTS :][: count * layout.EXTENT_BYTES].view(layout.EXTENT)
+        extents = [Extent(backing, at, size) for _, backing, at, size in rows.tolist()]
+        return Answer(0, extents, int(b.done), 0, 0)
+
+    def install(self, number: int, index: int, old: int, place: int, action: int) -> bool:
+        """Exchange one entry, logged in CONTROL_AREA, while pollers run: by LOG_ALLOCATE or LOG_COPY ``old`` becomes
+        ``place`` (whose data are there already), by LOG_FREE and LOG_DROP 0.
+
+        False: the entry is not ``old`` any more, or its leaf has changed; look again. OSError: no leaf in the pool.
+        """
+        arguments = self.address, self.volume_address(number), index, old, place, action
+        result = self._compiled(soc.control_exchange, *arguments)
+        if result < 0:
+            raise OSError(errno.ENOSPC, "no leaf in control's pool")
+        return bool(result)
+
+    def _compiled(self, function: Callable[..., int], *arguments: int) -> int:
+        """Call a function of the soc, with an empty log if it needs one."""
+        if self.level(self.log(layout.CONTROL_AREA)) > layout.LOG_ENTRIES // 2:
+            self.drain(layout.CONTROL_AREA)
+        return function(int(self._control.ctypes.data), *arguments)
 
     # --------------------------------------------------------------------------------------------- pools and logs
 

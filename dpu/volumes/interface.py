@@ -12,6 +12,7 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from dpu.backends import Backend, MemoryBackend
 from dpu.volumes.area import Area
 
 
@@ -51,6 +52,19 @@ class VolumeNamespace(Protocol):
 class VolumeHost(Protocol):
     """What the worker does for control's side."""
 
+    @property
+    def poller_count(self) -> int:
+        """Pollers are numbered from 0, as their areas are."""
+
+    def memory_of(self, backend: MemoryBackend) -> int:
+        """Address of a memory back end."""
+
+    async def volume_changed(self, volume: Backend) -> None:
+        """A volume has another size, or is read-only now: let its namespaces be so.
+
+        Returns when nothing that was begun with the old values is under way.
+        """
+
     def quiet(self, area: Area) -> AbstractAsyncContextManager[None]:
         """Inside, no command on the group's volumes is being executed, by a poller or by control.
 
@@ -60,7 +74,7 @@ class VolumeHost(Protocol):
     async def grace(self) -> None:
         """Every pass of every poller that was under way has ended: what it has counted is in the logs."""
 
-    async def settled(self, area: Area) -> None:
+    async def settled_volumes(self, area: Area) -> None:
         """Everything that was begun before has ended, io_uring requests and threads too; nothing is held up.
 
         What was unmapped before is then used by nobody.

@@ -12,14 +12,17 @@ Constants of the guest's side come from tests.support.nvme_driver, not from the 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import select
 import socket
 import struct
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 from unittest import mock
@@ -32,10 +35,11 @@ from dpu import jitcache
 if not numba.config.CACHE_DIR:  # as the workers do it: a change of the sources never meets old code
     numba.config.CACHE_DIR = str(jitcache.directory()[0])
 
+import dpu.fastpath
 from dpu import layout
 from dpu.backends import Backend, MemoryBackend
 from dpu.backends.null import NullBackend
-from dpu.fastpath import asic
+from dpu.fastpath import asic, rings, soc
 from dpu.fastpath.poller import Poller
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
@@ -50,19 +54,28 @@ NAMESPACES_MAX = 8
 POLLIN = select.POLLIN
 
 
-def load_plain() -> ModuleType:
-    """The asic's source once more, with nothing compiled."""
-    assert asic.__file__
-    spec = importlib.util.spec_from_file_location("tests.plain_asic", asic.__file__)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    with mock.patch("dpu.fastpath.jit.compiled", lambda function, **options: function):
-        spec.loader.exec_module(module)
-    return module
+def load_plain(*products: ModuleType) -> list[Any]:
+    """The sources of compiled modules once more, with nothing compiled; each sees those before it."""
+    modules: dict[str, Any] = {}
+    for product in products:
+        assert product.__file__
+        spec = importlib.util.spec_from_file_location("tests.plain_" + Path(product.__file__).stem, product.__file__)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        parts = {name.rpartition(".")[2]: plain for name, plain in modules.items()}
+        with (
+            mock.patch("dpu.fastpath.jit.compiled", lambda function, **options: function),
+            mock.patch.dict(sys.modules, modules),
+            mock.patch.multiple(dpu.fastpath, **parts) if parts else contextlib.nullcontext(),
+        ):
+            spec.loader.exec_module(module)
+        modules[product.__name__] = module
+    return list(modules.values())
 
 
 PRODUCT: Any = asic
-PLAIN: Any = load_plain()
+PLAIN: Any
+PLAIN_RINGS, PLAIN_SOC, PLAIN = load_plain(rings, soc, asic)
 ENGINES = {"product": PRODUCT, "plain": PLAIN}
 
 
@@ -469,8 +482,7 @@ class Cutter:
 
     def one_pass(self, lab: Lab, look: bool = False) -> int:
         """A pass of the plain engine; Cut at the step."""
-        plain = PLAIN
-        view, execute = plain.view, plain.execute
+        view, execute = PLAIN.view, PLAIN.execute
 
         def counted(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any) -> Any:
@@ -483,11 +495,15 @@ class Cutter:
             self.executed.append(int(entry.sequence))
             return execute(p, c, slot, entry)
 
-        patches: dict[str, Any] = {name: counted(getattr(plain, name)) for name in self.STORES}
+        patches: dict[str, Any] = {name: counted(getattr(PLAIN, name)) for name in self.STORES}
+        patches |= {name: counted(getattr(PLAIN_SOC, name)) for name in ("add_u64", "swap_u64")}
         patches["view"] = lambda address, count, dtype: _Array(view(address, count, dtype), self._step)
-        patches["execute"] = recording
-        with mock.patch.multiple(plain, **patches):
-            return int(plain.one_pass(_Record(lab.poller.record, self._step), look))
+        with contextlib.ExitStack() as stack:
+            for module in (PLAIN_RINGS, PLAIN_SOC, PLAIN):
+                has = {name: patch for name, patch in patches.items() if hasattr(module, name)}
+                stack.enter_context(mock.patch.multiple(module, **has))
+            stack.enter_context(mock.patch.object(PLAIN, "execute", recording))
+            return int(PLAIN.one_pass(_Record(lab.poller.record, self._step), look))
 
     def settle(self, lab: Lab, passes: int = 64) -> None:
         for _ in range(passes):

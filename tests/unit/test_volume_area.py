@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dpu import layout
-from dpu.volumes.area import Area, Run
+from dpu.volumes.area import Area, Extent
 
 SHIFT = 16
 CLUSTER = 1 << SHIFT
@@ -72,19 +72,14 @@ def test_entries_across_leaves_and_holes(area: Area) -> None:
     assert len(found) == 514 and found[0] == entry(1) and found[513] == entry(2) and not found[1:513].any()
 
 
-def test_runs_join_what_lies_together(area: Area) -> None:
-    for index, value in [(1, entry(4)), (2, entry(5)), (3, entry(6, 1)), (5, entry(9, birth=4))]:
+def test_extents_join_what_lies_together(area: Area) -> None:
+    for index, value in [(1, entry(4)), (2, entry(5)), (3, entry(6, 1))]:
         put(area, index, value)
-    assert area.runs(3, CLUSTER + 512, 5 * CLUSTER) == [
-        Run(0, 4096 + 4 * CLUSTER + 512, 2 * CLUSTER - 512),
-        Run(1, 6 * CLUSTER, CLUSTER),
-        Run(-1, 0, CLUSTER),
-        Run(0, 4096 + 9 * CLUSTER, CLUSTER),
-        Run(-1, 0, 512),
+    assert area.ask(3, layout.BLOCK_READ, CLUSTER + 512, 4 * CLUSTER - 1024).extents == [
+        Extent(0, 4096 + 4 * CLUSTER + 512, 2 * CLUSTER - 512),
+        Extent(1, 6 * CLUSTER, CLUSTER),
+        Extent(-1, 0, CLUSTER - 512),
     ]
-    assert area.runs(3, CLUSTER, 3 * CLUSTER, write=True) is not None
-    assert area.runs(3, 5 * CLUSTER, 512, write=True) is None  # an older epoch's
-    assert area.runs(3, 4 * CLUSTER, 512, write=True) is None  # nothing there
 
 
 def test_pools_are_rings(area: Area) -> None:

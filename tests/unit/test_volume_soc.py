@@ -1,0 +1,169 @@
+"""Volumes through the compiled stage, against a naive model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from dpu import layout
+from tests.support.volume_model import ModelVolume
+from tests.unit.asic_lab import ENGINES
+from tests.unit.volume_lab import CAPACITY_EXCEEDED, VolumeKept, VolumeLab
+
+CLUSTER_BLOCKS = 8
+SIZE = 1200
+
+
+@pytest.fixture(params=ENGINES)
+def lab(request: pytest.FixtureRequest) -> Iterator[VolumeLab]:
+    with VolumeKept() as kept, kept.lab(ENGINES[request.param]) as lab:
+        lab.pair()
+        yield lab
+        lab.control.check()
+
+
+def test_what_was_never_written_reads_as_zeroes(lab: VolumeLab) -> None:
+    assert lab.read(0, 3, 500) == [0] * 500
+    assert int(lab.area.volumes[0].changes) == 0
+
+
+def test_first_write_takes_a_clean_cluster(lab: VolumeLab) -> None:
+    assert lab.write(0, 3, 2, 77) == 0
+    assert lab.read(0, 0, 16) == [0] * 3 + [77] * 2 + [0] * 11
+    assert lab.control.asked == [layout.WHY_ROOM]  # pools were empty
+    lab.control.drain()
+    used = (lab.area.cluster_states[:600] == layout.CLUSTER_USED).sum()
+    assert used == 1 and lab.area.volumes[0].root_changed == 1
+
+
+def test_a_snapshot_keeps_what_it_had(lab: VolumeLab) -> None:
+    lab.write(0, 0, 512, 1)
+    lab.control.snapshot(0, 1)
+    lab.write(0, 100, 30, 2)
+    lab.write(1, 200, 1, 3)
+    assert lab.read(1, 0, 512) == [1] * 200 + [3] + [1] * 311
+    assert lab.read(0, 0, 512) == [1] * 100 + [2] * 30 + [1] * 382
+
+
+def check_all(lab: VolumeLab, models: dict[int, ModelVolume]) -> None:
+    for volume, model in models.items():
+        assert lab.read_all(volume) == model.blocks
+
+
+def some_range(dice: random.Random, most: int = 512) -> tuple[int, int]:
+    """A range of blocks, often of whole clusters or next to a leaf's end."""
+    total = SIZE * CLUSTER_BLOCKS
+    count = min(most, dice.choice([1, 8, 16, dice.randint(1, 40), dice.randint(1, 512)]))
+    at = dice.choice([dice.randrange(total), 512 * CLUSTER_BLOCKS - dice.randint(0, 20), dice.randrange(64)])
+    if dice.random() < 0.4:
+        at -= at % CLUSTER_BLOCKS
+    return min(at, total - count), count
+
+
+def act(lab: VolumeLab, models: dict[int, ModelVolume], dice: random.Random, value: int) -> None:
+    """One random command or management call, on product and model."""
+    volume = dice.choice(list(models))
+    model = models[volume]
+    lba, count = some_range(dice)
+    action = dice.choices(
+        ["write", "read", "compare", "zero", "deallocate", "copy", "snapshot"], [8, 4, 1, 2, 3, 2, 1]
+    )[0]
+    if action == "write":
+        assert lab.write(volume, lba, count, value) == 0
+        model.write(lba, count, value)
+    elif action == "read":
+        assert lab.read(volume, lba, count) == model.blocks[lba : lba + count]
+    elif action == "compare":
+        wanted = model.blocks[lba : lba + count]
+        assert lab.compare(volume, lba, wanted) == 0
+        wanted[dice.randrange(count)] += 1
+        assert lab.compare(volume, lba, wanted) == 0x285
+    elif action == "zero":
+        assert lab.zero(volume, lba, count) == 0
+        model.zero(lba, count)
+    elif action == "deallocate":
+        ranges = [some_range(dice) for _ in range(dice.randint(1, 4))] + [(0, 0)]
+        assert lab.deallocate(volume, ranges) == 0
+        for lba, count in ranges:
+            model.deallocate(lba, count)
+    elif action == "copy":
+        lba, count = some_range(dice, 128)
+        target, _ = some_range(dice, 256)
+        target = min(target, SIZE * CLUSTER_BLOCKS - count - 1)
+        if abs(lba - target) >= count:
+            assert lab.copy(volume, [(lba, count), (0, 1)], target) == 0
+            model.copy(lba, target, count)
+            model.copy(0, target + count, 1)
+    elif len(models) < 4:
+        new = len(models)
+        lab.control.snapshot(volume, new)
+        models[new] = model.snapshot()
+
+
+def thick(lab: VolumeLab, volume: int, model: ModelVolume) -> None:
+    """All of a small part of it is allocated, as dpu.volumes does it at creation."""
+    lab.area.volumes[volume].thick = 1
+    model.thick = True
+
+
+@pytest.mark.parametrize("offload", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_volumes_are_what_the_model_is(seed: int, offload: bool) -> None:
+    dice = random.Random(seed)
+    with VolumeKept(clusters=4800) as kept, kept.lab(batch=dice.choice([3, 64])) as lab:
+        lab.pair()
+        lab.area.set_offload(offload)
+        models = {0: ModelVolume(CLUSTER_BLOCKS, [0] * SIZE * CLUSTER_BLOCKS)}
+        if seed == 2:
+            thick(lab, 0, models[0])
+        for value in range(1, 150):
+            act(lab, models, dice, value)
+            if value % 50 == 0:
+                lab.control.check()
+        check_all(lab, models)
+        lab.control.check()
+
+
+def test_a_full_group_says_so_and_heals(lab: VolumeLab) -> None:
+    blocks = 600 * CLUSTER_BLOCKS
+    for lba in range(0, blocks, 480):
+        assert lab.write(0, lba, 480, 5) == 0
+    assert lab.write(0, blocks, 1, 6) == CAPACITY_EXCEEDED
+    assert lab.write(0, 100, 480, 7) == 0  # in place
+    assert lab.deallocate(0, [(0, 8)]) == 0
+    assert lab.write(0, blocks, 8, 8) == 0
+    assert lab.read(0, 0, 9) == [0] * 8 + [5]
+
+
+def test_a_full_log_waits_for_control(lab: VolumeLab) -> None:
+    log = lab.area.log(0)
+    size = layout.LOG_ENTRIES - 2
+    view = lab.area._words(log - lab.area.host, "<i8", 9)
+    view[0], view[8] = 0, size  # as if control had not looked for long
+    lab.area._apply = lambda records: None  # type: ignore[method-assign]
+    assert lab.write(0, 0, 8, 1) == 0
+    assert lab.area.level(log) <= 4 and layout.WHY_ROOM in lab.control.asked
+    del lab.area._apply
+    lab.area.drain(0)
+
+
+def test_a_volume_of_a_pebibyte(lab: VolumeLab) -> None:
+    v, row = lab.area.volumes[3], lab.plane.namespaces[6]
+    blocks = int(row.blocks)
+    v.clusters, v.root, row.blocks = 1 << 38, 5000, 1 << 41
+    lba = (1 << 41) - 4
+    try:
+        assert lab.write(3, lba, 4, 9) == 0 and lab.read(3, lba - 12, 16) == [0] * 12 + [9] * 4
+        assert lab.deallocate(3, [(0, 1 << 26), (lba - 4, 8)]) == 0
+        assert lab.read(3, lba, 4) == [0] * 4
+    finally:
+        v.clusters, row.blocks = SIZE, blocks
+
+
+def test_blocks_beyond_the_volume_are_out_of_range(lab: VolumeLab) -> None:
+    """Also when the namespace's own size is not up to date."""
+    lab.plane.namespaces[3].blocks *= 2
+    assert lab.write(0, SIZE * CLUSTER_BLOCKS, 8, 1) == 0x80
+    assert lab.zero(0, SIZE * CLUSTER_BLOCKS, 8) == lab.deallocate(0, [(SIZE * CLUSTER_BLOCKS, 8)]) == 0x80
