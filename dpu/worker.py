@@ -324,8 +324,7 @@ class Worker:
                     for nsid in changed:
                         client.plane.set_size(nsid)
                 for nsid in changed:
-                    client.controller.namespace_changed(nsid)
-                client.commit()
+                    self._tell(client, nsid)
 
     @contextlib.asynccontextmanager
     async def quiet(self, area: Area) -> AsyncIterator[None]:
