@@ -1,7 +1,8 @@
 """What an MRC engine hands over and takes in: a message with its path, and how a fabric's addresses carry it.
 
 Use: ``Datagram(peer=3, entropy=ev, message=write)`` from an engine; ``wire = Addressing(plan, host=0)``;
-``wire.encode(datagram)``; ``wire.decode(data)``.
+``wire.encode(datagram)``; ``wire.decode(data)``. Middle packets of a long write are many and nearly alike, so there
+are short cuts for them: a Burst to send, a Follower for what arrives.
 Errors: MrcError for a frame that no host of the plan has sent to this one.
 Source: arXiv 2605.04333 section 2.3.
 """
@@ -9,6 +10,7 @@ Source: arXiv 2605.04333 section 2.3.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from net.errors import MrcError, Reason
@@ -30,9 +32,10 @@ from net.mrc.frame import (
     encode_frame,
     encode_front,
     encode_headers,
+    is_sealed,
     seal,
 )
-from net.mrc.wire import MESSAGE_CODECS, WRITES, Opcode
+from net.mrc.wire import MESSAGE_CODECS, WRITES, Bth, Opcode, Reth, Tseth, place, psn_add
 from net.srv6 import Plan
 from net.topology import plane_of, uplink_of
 
@@ -80,6 +83,35 @@ class Datagram(NamedTuple):
         return frame_bytes(bth.opcode, bth.ts, len(payload) + bth.pad)
 
 
+class Burst(NamedTuple):
+    """Middle packets of one write, each ``size`` bytes of it: they differ in number, address, payload and way.
+
+    entropies: of each. message: of the first, but with the payload of them all.
+    """
+
+    peer: int
+    entropies: list[int]
+    message: Message
+    size: int
+
+    def datagrams(self) -> Iterator[Datagram]:
+        """One by one."""
+        bth, (meth, stamp, reth), payload = self.message
+        for n, entropy in enumerate(self.entropies):
+            at = n * self.size
+            headers = meth, stamp, reth._replace(va=reth.va + at)
+            one = Message(bth._replace(psn=psn_add(bth.psn, n)), headers, payload[at : at + self.size])
+            yield Datagram(self.peer, entropy, one)
+
+
+# In a middle packet of a write, counted from BTH.
+_PSN = place(Opcode.WRITE_MIDDLE, 1, Bth, "psn")
+_STAMP = place(Opcode.WRITE_MIDDLE, 1, Tseth, "tx_timestamp")
+_VA = place(Opcode.WRITE_MIDDLE, 1, Reth, "va")
+_HEAD_END = _FRONT_BYTES + MESSAGE_CODECS[Opcode.WRITE_MIDDLE, 1].size
+_PSN_BYTES, _VA_BYTES = _PSN.stop - _PSN.start, _VA.stop - _VA.start
+
+
 def frame_bytes(opcode: int, ts: int, payload_bytes: int) -> int:
     """Length of a frame with Ethernet, two IPv6 headers and ICRC; the payload's padding counts."""
     return _ENDS_BYTES + MESSAGE_CODECS[opcode, ts].size + payload_bytes
@@ -92,10 +124,13 @@ class Addressing:
     what is in front of the messages once per way and length (DPU_EMU_MRC_FRONTS=0: each time).
     """
 
-    def __init__(self, plan: Plan, host: int, dscp: Dscp = DSCP) -> None:
+    def __init__(
+        self, plan: Plan, host: int, dscp: Dscp = DSCP, *, ethernet: Mapping[int, bytes] | None = None
+    ) -> None:
         self.plan = plan
         self.host = host
         self.dscp = dscp
+        self.ethernet = ethernet or {}
         fabric = plan.fabric
         self._peers = {
             plan.host_address(peer, plane).packed: (peer, plane)
@@ -145,18 +180,38 @@ class Addressing:
         )
 
     def encode(self, datagram: Datagram) -> bytes:
-        """The bytes behind an Ethernet header."""
+        """The frame, with the plane's Ethernet header where ``ethernet`` has one."""
         if not self._keeps:
-            return encode_frame(self.frame(datagram))
+            return self._ethernet(datagram.entropy) + encode_frame(self.frame(datagram))
         content = datagram.message
-        bth, _, payload = content
         head = encode_headers(content)
-        size = len(head) + len(payload) + bth.pad
-        key = (datagram.peer, datagram.entropy, bth.opcode << 1 | bth.rtx, size)
+        front = self._front(datagram, len(head) + len(content.payload) + content.bth.pad)
+        return seal(front, head, content.payload, content.bth.pad)
+
+    def encode_burst(self, burst: Burst) -> Iterator[bytes]:
+        """As ``encode`` of each of its datagrams."""
+        bth, (_, _, reth), payload = burst.message
+        head, size = bytearray(encode_headers(burst.message)), burst.size
+        length = len(head) + size + bth.pad
+        fronts = {ev: self._front(Datagram(burst.peer, ev, burst.message), length) for ev in {*burst.entropies}}
+        for n, entropy in enumerate(burst.entropies):
+            at = n * size
+            head[_PSN] = psn_add(bth.psn, n).to_bytes(_PSN_BYTES, "big")
+            head[_VA] = (reth.va + at).to_bytes(_VA_BYTES, "big")
+            yield seal(fronts[entropy], head, payload[at : at + size], bth.pad)
+
+    def _front(self, datagram: Datagram, size: int) -> Front:
+        """In front of ``size`` bytes."""
+        peer, entropy, (bth, _, _), *_ = datagram
+        key = (peer, entropy, bth.opcode << 1 | bth.rtx, size)
         front = self._fronts.get(key)
         if front is None:
-            front = _keep(self._fronts, key, encode_front(self.frame(datagram), size))
-        return seal(front, head, content)
+            data, crc = encode_front(self.frame(datagram), size)
+            front = _keep(self._fronts, key, Front(self._ethernet(entropy) + data, crc))
+        return front
+
+    def _ethernet(self, entropy: int) -> bytes:
+        return self.ethernet.get(plane_of(entropy), b"")
 
     def decode(self, data: bytes | memoryview) -> Datagram:
         """What an engine takes in, from the bytes behind an Ethernet header; a payload is a part of ``data``."""
@@ -169,3 +224,59 @@ class Addressing:
                 _keep(self._arrived, key, known)
         arrived, (peer, entropy, _, *marks) = known
         return Datagram(peer, entropy, decode_inside(data, arrived), *marks)
+
+    def follower(self, data: bytes | memoryview, datagram: Datagram) -> Follower | None:
+        """For a datagram and the bytes that it was decoded from; None when it has no successors to be known by."""
+        bth = datagram.message.bth
+        if not self._keeps or bth.opcode != Opcode.WRITE_MIDDLE or not bth.ts:
+            return None
+        return Follower(self._arrived, data, datagram)
+
+
+class Follower:
+    """Knows the successors of a middle packet: each one higher in number and further on in address, else alike, whole
+    and unmarked; by any way, at any time.
+
+    It parses nothing, for it knows every byte but those of time stamp, payload and ICRC.
+    """
+
+    def __init__(
+        self, arrived: dict[bytes, tuple[Arrived, Datagram]], data: bytes | memoryview, datagram: Datagram
+    ) -> None:
+        bth, _, payload = datagram.message
+        self._arrived = arrived
+        self._peer = datagram.peer
+        self._psn = bth.psn
+        self._va = datagram.message.need(Reth).va
+        self._size = len(payload)
+        self._end = _HEAD_END + len(payload) + bth.pad + ICRC_BYTES
+        head = bytes(data[_FRONT_BYTES:_HEAD_END])
+        self._parts = (
+            head[: _PSN.start],
+            head[_PSN.stop : _STAMP.start],
+            head[_STAMP.stop : _VA.start],
+            head[_VA.stop :],
+        )
+
+    def payload(self, data: bytes | memoryview) -> bytes | memoryview | None:
+        """Of the next successor; None when the bytes behind an Ethernet header are something else."""
+        head = bytes(data[:_HEAD_END])
+        known = self._arrived.get(head[:_FRONT_BYTES])
+        if known is None:
+            return None
+        arrived, (peer, _, _, ce, trimmed, _) = known
+        psn, va = psn_add(self._psn, 1), self._va + self._size
+        before, behind_psn, behind_stamp, behind_va = self._parts
+        if (
+            peer != self._peer
+            or ce
+            or trimmed
+            or not self._end == arrived.end <= len(data)
+            or head[_FRONT_BYTES : _FRONT_BYTES + _STAMP.start]
+            != before + psn.to_bytes(_PSN_BYTES, "big") + behind_psn
+            or head[_FRONT_BYTES + _STAMP.stop :] != behind_stamp + va.to_bytes(_VA_BYTES, "big") + behind_va
+            or not is_sealed(data, arrived)
+        ):
+            return None
+        self._psn, self._va = psn, va
+        return data[_HEAD_END : _HEAD_END + self._size]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from net.errors import MrcError, Reason
-from net.mrc.datagram import Datagram
+from net.mrc.datagram import Burst, Datagram
 from net.mrc.paths import EvProfile, PathSettings
 from net.mrc.peer import Peer
 from net.mrc.ports import Ports
@@ -134,13 +134,18 @@ class Endpoint:
         """Posts a write to the peer's memory; it goes out with the next step and completes exactly once."""
         if qpn not in self.pairs:
             raise MrcError(Reason.VALUE, f"there is no queue pair {qpn}", "connect it first")
+        if not 0 <= va <= (1 << 64) - len(data):
+            raise MrcError(Reason.VALUE, f"{len(data)} bytes from {va:#x} on", "addresses have 64 bits")
         self.pairs[qpn].requestor.post(request_id, data, va, r_key, immediate)
 
     def step(self, now_ns: int, received: Iterable[Datagram] = ()) -> Output:
         """Takes in what arrived and says what to send."""
-        return Output(list(self.run(now_ns, received)), self.wake_ns, self.take_completions())
+        send: list[Datagram] = []
+        for item in self.run(now_ns, received):
+            send += item.datagrams() if isinstance(item, Burst) else (item,)
+        return Output(send, self.wake_ns, self.take_completions())
 
-    def run(self, now_ns: int, received: Iterable[Datagram] = ()) -> Iterator[Datagram]:
+    def run(self, now_ns: int, received: Iterable[Datagram] = ()) -> Iterator[Datagram | Burst]:
         """A step, piece by piece: each datagram is done with before the next is asked for.
 
         To be run to its end; then ``wake_ns`` and ``take_completions`` have the rest.
@@ -160,8 +165,8 @@ class Endpoint:
             times = (self.wake_ns, self._ports.room_ns(now_ns))
             self.wake_ns = min((at for at in times if at is not None), default=None)
 
-    def _share_out(self, now_ns: int) -> Iterator[Datagram]:
-        """A packet of each queue pair in turn, while there are any; another one begins each time."""
+    def _share_out(self, now_ns: int) -> Iterator[Datagram | Burst]:
+        """A packet or a burst of each queue pair in turn, while there are any; another one begins each time."""
         pairs = list(self.pairs.values())
         self._turn += 1
         start = self._turn % len(pairs) if pairs else 0
@@ -248,6 +253,15 @@ class Endpoint:
             peer.on_response(datagram.message)
         else:
             self.counters["not handled"] += 1
+
+    def ahead(self, datagram: Datagram) -> memoryview | None:
+        """See Responder.ahead."""
+        pair = self.pairs.get(datagram.message.bth.dqp)
+        return pair.responder.ahead(datagram) if pair is not None and pair.identity.peer == datagram.peer else None
+
+    def took(self, datagram: Datagram, count: int) -> None:
+        """See Responder.took."""
+        self.pairs[datagram.message.bth.dqp].responder.took(datagram, count)
 
     def take_completions(self) -> list[Completion]:
         """What has completed since the last call, in order."""

@@ -8,7 +8,8 @@ routing header follows.
 Use: ``write = message(Bth(Opcode.WRITE_ONLY, dqp=5), Meth(), Reth(va, r_key, len(data)), payload=data)``;
 ``encode_frame(Frame(src, dst, entropy, write, outer_dst=carrier.packed))``; ``decode_frame(data)``. What stands in
 front of BTH is the same for all packets of a way and a length, so it has functions of its own, whose results
-net.mrc.datagram keeps: ``seal(encode_front(frame, size), head, write)``; ``decode_inside(data, decode_front(data))``.
+net.mrc.datagram keeps: ``seal(encode_front(frame, size), head, payload, pad)``;
+``decode_inside(data, decode_front(data))``.
 Errors: MrcError with a Reason, whatever the bytes are; the decoders raise nothing else.
 Limits: IPv6 only (the specification's IPv4 form carries 16 bits of entropy). Reconstructed: see net.mrc.wire.
 Source: as net.mrc.wire; IBTA annex A17 for the ICRC; RFC 8200, RFC 9800; packet trimming as SONiC and UET have it.
@@ -231,7 +232,7 @@ def _front_crc(ip: Ipv6, udp: Udp) -> int:
     )
 
 
-def _icrc(crc: int, head: bytes | memoryview, *more: bytes | memoryview) -> int:
+def _icrc(crc: int, head: bytes | bytearray | memoryview, *more: bytes | memoryview) -> int:
     """From BTH on."""
     crc = zlib.crc32(head[5:], zlib.crc32(b"\xff", zlib.crc32(head[:4], crc)))
     for part in more:
@@ -274,18 +275,19 @@ def encode_front(frame: Frame, size: int, order: EntropyOrder = EntropyOrder.FLO
     return Front(outer + encode(ip) + encode(udp), _front_crc(ip, udp))
 
 
-def seal(front: Front, head: bytes, message: Message) -> bytes:
-    """The frame: ``front``, ``message`` of which ``head`` is ``encode_headers``, ICRC."""
-    padding = bytes(message.bth.pad)
-    crc = _icrc(front.crc, head, message.payload, padding)
-    return b"".join((front.data, head, message.payload, padding, crc.to_bytes(ICRC_BYTES, "little")))
+def seal(front: Front, head: bytes | bytearray, payload: bytes | memoryview, pad: int) -> bytes:
+    """The frame: ``front``, a message (``head``: ``encode_headers`` of it), ICRC."""
+    padding = bytes(pad)
+    crc = _icrc(front.crc, head, payload, padding)
+    return b"".join((front.data, head, payload, padding, crc.to_bytes(ICRC_BYTES, "little")))
 
 
 def encode_frame(frame: Frame, order: EntropyOrder = EntropyOrder.FLOW_LABEL_HIGH) -> bytes:
     """Bytes of a whole (not trimmed) frame with its ICRC; MrcError when a value fits no field."""
     content = frame.message
     head = encode_headers(content)
-    return seal(encode_front(frame, len(head) + len(content.payload) + content.bth.pad, order), head, content)
+    pad = content.bth.pad
+    return seal(encode_front(frame, len(head) + len(content.payload) + pad, order), head, content.payload, pad)
 
 
 class Arrived(NamedTuple):
@@ -347,7 +349,7 @@ def decode_front(
 
 def decode_inside(data: bytes | memoryview, arrived: Arrived) -> Message:
     """The message behind a front; what Ethernet padded the frame with is left off."""
-    _, start, end, crc = arrived
+    _, start, end, _ = arrived
     if end > len(data):
         raise MrcError(Reason.LENGTH, f"{end} bytes by IPv6's length in {len(data)}")
     if arrived.frame.trimmed:
@@ -355,9 +357,15 @@ def decode_inside(data: bytes | memoryview, arrived: Arrived) -> Message:
     if end - start < _BTH_BYTES + ICRC_BYTES:
         raise MrcError(Reason.TRUNCATED, f"{end - start} bytes in UDP")
     transport = data[start : end - ICRC_BYTES]
-    if _icrc(crc, transport) != int.from_bytes(data[end - ICRC_BYTES : end], "little"):
+    if not is_sealed(data, arrived):
         raise MrcError(Reason.ICRC, "invariant CRC does not match")
     return decode_message(transport)
+
+
+def is_sealed(data: bytes | memoryview, arrived: Arrived) -> bool:
+    """Whether the ICRC is that of the frame."""
+    stop = arrived.end - ICRC_BYTES
+    return _icrc(arrived.crc, data[arrived.start : stop]) == int.from_bytes(data[stop : arrived.end], "little")
 
 
 def decode_frame(

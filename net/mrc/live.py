@@ -40,12 +40,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
-from net.errors import MrcError, NetError
-from net.mrc.datagram import Addressing, Datagram
+from net.errors import NetError
+from net.mrc.datagram import Addressing, Burst, Datagram
 from net.mrc.endpoint import Completion, Endpoint
 from net.mrc.frame import ETHERNET_BYTES
 from net.mrc.paths import PathSettings
 from net.mrc.ports import Ports
+from net.mrc.reception import Reception
 from net.mrc.requestor import Identity, QpSettings
 from net.srv6 import Plan
 from net.topology import Node, Tier, plane_of
@@ -55,7 +56,7 @@ LIVE = QpSettings(window_bytes=128 * 1024, mpr=4096, timeout_ns=300_000_000, ret
 LIVE_PATHS = PathSettings(active=1 << 16, ev_min_active=2, probe_interval_ns=300_000_000)
 
 _ETH_P_ALL = 3  # what the fabric's program at a host's port keeps from the kernel is seen by such sockets only
-_IPV6 = b"\x86\xdd"
+_ETHERTYPE, _IPV6 = slice(12, 14), b"\x86\xdd"
 _SOL_PACKET, _IGNORE_OUTGOING = 263, 23
 _SO_RCVBUFFORCE, _SO_SNDBUFFORCE, _BUFFER_BYTES = 33, 32, 1 << 24
 _SIOCGIFFLAGS, _RUNNING = 0x8913, 0x40 | 0x1
@@ -78,7 +79,7 @@ def host_ports(wiring: Wiring, host: int) -> dict[int, HostPort]:
 
 
 class LiveEndpoint:
-    """``ports`` by plane. ``engine`` is the Endpoint; ``refused`` counts frames by reason."""
+    """``ports`` by plane. ``engine`` is the Endpoint."""
 
     def __init__(
         self,
@@ -102,8 +103,9 @@ class LiveEndpoint:
         self.starved_ns = 0
         """How long ports had nothing to send because ``turn`` came late; of the monotonic clock."""
         self._slack_ns = own.slack_ns * dilation
-        self.refused: Counter[str] = Counter()
-        self._addressing = Addressing(plan, host)
+        ethernet = {plane: port.ethernet for plane, port in ports.items()}
+        self._addressing = Addressing(plan, host, ethernet=ethernet)
+        self._reception = Reception(self._addressing, self.engine, follows=not delay_ns)
         self._ports = dict(ports)
         self._up = dict.fromkeys(ports, True)
         self._sockets: dict[int, socket.socket] = {}
@@ -132,6 +134,11 @@ class LiveEndpoint:
             made.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         self._poll.register(made, select.EPOLLIN)
         self._planes[made.fileno()] = plane
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Frames that were no MRC for this host, by reason."""
+        return self._reception.refused
 
     def close(self) -> None:
         """Nobody is told; the peer's requests run into their retry budget."""
@@ -204,8 +211,12 @@ class LiveEndpoint:
             self._look_at_ports()
         if self._wake_ns:
             self.starved_ns += max(0, now_ns - self._wake_ns - self._slack_ns)
-        for datagram in self.engine.run(now_ns // self.dilation, self._arrived(now_ns)):
-            self._send(datagram)
+        for item in self.engine.run(now_ns // self.dilation, self._arrived(now_ns)):
+            if isinstance(item, Burst):
+                for entropy, frame in zip(item.entropies, self._addressing.encode_burst(item)):
+                    self._put(entropy, frame)
+            else:
+                self._put(item.entropy, self._addressing.encode(item))
         wake_ns = self.engine.wake_ns
         self._wake_ns = None if wake_ns is None else wake_ns * self.dilation
         return self.engine.take_completions()
@@ -232,26 +243,27 @@ class LiveEndpoint:
                 self.engine.set_port(plane, up=up)
 
     def _receive(self, plane: int) -> Iterator[Datagram]:
-        """One after the other: they are read into the same buffer, of which payloads are views unless they travel."""
-        made, buffer = self._sockets[plane], self._buffer
-        for _ in range(_BATCH):
-            try:
-                size = made.recv_into(buffer, 0, socket.MSG_DONTWAIT)
-            except OSError:
-                return  # nothing more is there; or the port went down, which its flags will tell
-            if buffer[12:14] != _IPV6:
-                continue
-            try:
-                frame = buffer[ETHERNET_BYTES:size]
-                yield self._addressing.decode(bytes(frame) if self._delay_ns else frame)
-            except MrcError as error:
-                self.refused[error.reason.value] += 1
+        """Up to so many frames, all read into the same buffer; with a delay, each stays for its time."""
+        made, buffer, left = self._sockets[plane], self._buffer, _BATCH
 
-    def _send(self, datagram: Datagram) -> None:
-        plane = plane_of(datagram.entropy)
-        frame = self._ports[plane].ethernet + self._addressing.encode(datagram)
+        def read() -> bytes | memoryview | None:
+            nonlocal left
+            while left:
+                left -= 1
+                try:
+                    size = made.recv_into(buffer, 0, socket.MSG_DONTWAIT)
+                except OSError:
+                    return None  # nothing more is there; or the port went down, which its flags will tell
+                if buffer[_ETHERTYPE] == _IPV6:
+                    frame = buffer[ETHERNET_BYTES:size]
+                    return bytes(frame) if self._delay_ns else frame
+            return None
+
+        return self._reception.datagrams(read)
+
+    def _put(self, entropy: int, frame: bytes) -> None:
         with contextlib.suppress(OSError):  # lost like any other: the port is down, or its queue full
-            self._sockets[plane].send(frame)
+            self._sockets[plane_of(entropy)].send(frame)
 
 
 def poll_all(endpoints: Sequence[LiveEndpoint], timeout_s: float = 0) -> list[tuple[LiveEndpoint, Completion]]:

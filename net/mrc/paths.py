@@ -32,6 +32,9 @@ class EvState(enum.Enum):
     DENIED = "denied"
 
 
+_GOOD = EvState.GOOD
+
+
 @dataclass(frozen=True, slots=True)
 class PathSettings:
     """active: how many EVs take turns, the others are backups; 0 for three quarters of each plane's.
@@ -131,6 +134,21 @@ class EvProfile:
         if restored is not None and restored != avoid:
             return restored
         return avoided if avoided is not None else restored
+
+    def next_evs(self, count: int) -> list[int]:
+        """What ``next_ev`` gives so many times."""
+        evs: list[int] = []
+        while len(evs) < count:
+            these = self._active[self._cursor : self._cursor + count - len(evs)]
+            if these and all(self._states[ev] is _GOOD for ev in these):
+                self._cursor += len(these)
+                evs += these
+                continue
+            ev = self.next_ev()
+            if ev is None:
+                break
+            evs.append(ev)
+        return evs
 
     def _advance(self) -> int:
         if self._cursor >= len(self._active):

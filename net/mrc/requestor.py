@@ -35,13 +35,14 @@ from __future__ import annotations
 
 import enum
 import heapq
+import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from net.mrc.congestion import Nscc, NsccSettings, Window
-from net.mrc.datagram import Datagram, frame_bytes
+from net.mrc.datagram import Burst, Datagram, frame_bytes
 from net.mrc.frame import Message, message
 from net.mrc.paths import EvProfile, EvState
 from net.mrc.ports import Ports
@@ -68,6 +69,7 @@ from net.mrc.wire import (
 SACK_BITS = 64
 LINEAR_RETRIES, ENDLESS_RETRIES = 7, 25
 PROBES_MAX = 256
+BURST_MAX = 32
 OVERHEAD_BYTES_MAX = 14 + 132 + 3
 """Of a write behind two IPv6 headers: Ethernet, all headers with ICRC, padding."""
 
@@ -185,6 +187,7 @@ class Requestor:
         self.blocked = False
         """Whether something would have gone if a port had had room."""
         self._ports = ports or Ports()
+        self._bursts = os.environ.get("DPU_EMU_MRC_BURSTS") != "0"
         self.identity = identity
         self.settings = settings
         self.paths = paths
@@ -235,7 +238,7 @@ class Requestor:
 
     # Sending.
 
-    def send(self, now_ns: int) -> Iterator[Datagram]:
+    def send(self, now_ns: int) -> Iterator[Datagram | Burst]:
         """What may go now: probes, then what is to be sent again, then new packets."""
         self.blocked = False
         if self.error is None:
@@ -270,11 +273,15 @@ class Requestor:
             self.counters["retransmitted"] += 1
             yield self._transmit(now_ns, number, sent)
 
-    def _send_new(self, now_ns: int) -> Iterator[Datagram]:
+    def _send_new(self, now_ns: int) -> Iterator[Datagram | Burst]:
         while self._requests:
             request = self._requests[0]
             if not self._may_start(request):
                 return
+            evs = self.paths.next_evs(self._burst_length(request))
+            if evs:
+                yield self._burst(now_ns, request, evs)
+                continue
             size = min(self.settings.pmtu_bytes, len(request.data) - request.offset)
             if self._next - self._acked >= self.settings.mpr or not self._room(size + OVERHEAD_BYTES_MAX):
                 yield from self._ask(now_ns)
@@ -285,6 +292,29 @@ class Requestor:
             number, sent = self._add(request, size, ev)
             self.counters["sent"] += 1
             yield self._transmit(now_ns, number, sent)
+
+    def _burst_length(self, request: Request) -> int:
+        """How many packets may go that are neither a message's first or last, nor such as to fill the window: nothing
+        is decided about them but their ways."""
+        if self._ports.limited or not self._bursts or not request.offset:
+            return 0
+        size = self.settings.pmtu_bytes
+        size_bytes = frame_bytes(Opcode.WRITE_MIDDLE, 1, size + -size % 4)
+        return min(
+            BURST_MAX,
+            (len(request.data) - request.offset - 1) // size,
+            int(self.window.bytes - self.inflight_bytes) // size_bytes - 2,
+            self.settings.mpr - (self._next - self._acked),
+        )
+
+    def _burst(self, now_ns: int, request: Request, evs: list[int]) -> Burst:
+        offset, size, first = request.offset, self.settings.pmtu_bytes, self._next
+        for ev in evs:
+            number, sent = self._add(request, size, ev)
+            self._launch(now_ns, number, sent)
+        self.counters["sent"] += len(evs)
+        bth, headers, _ = self._message(first, self._outstanding[first], ask=False, stamp=sent.stamp)
+        return Burst(self.identity.peer, evs, Message(bth, headers, request.data[offset : request.offset]), size)
 
     def _ask(self, now_ns: int) -> Iterator[Datagram]:
         """What is in flight may have arrived with no SACK due; as the window is full, nobody else would ask."""
@@ -339,6 +369,14 @@ class Requestor:
         return Message(bth, headers, request.data[offset:end])
 
     def _transmit(self, now_ns: int, number: int, sent: _Sent) -> Datagram:
+        self._launch(now_ns, number, sent)
+        ask = not (self._requests or self._again)
+        if not ask and self._asking is None and not self._room(2 * sent.size_bytes):
+            ask, self._asking = True, number  # once per window: a full window is nothing special
+        return Datagram(self.identity.peer, sent.ev, self._message(number, sent, ask=ask, stamp=sent.stamp))
+
+    def _launch(self, now_ns: int, number: int, sent: _Sent) -> None:
+        """A packet is in flight from now on."""
         self._order += 1
         sent.order = self._order
         self._ports.take(self.paths.plane(sent.ev), now_ns, sent.size_bytes)
@@ -346,11 +384,7 @@ class Requestor:
             self._news_ns = now_ns
         self.inflight_bytes += sent.size_bytes
         self._set_timer(now_ns + self.settings.patience_ns(sent.retries), sent.order, number)
-        ask = not (self._requests or self._again)
-        if not ask and self._asking is None and not self._room(2 * sent.size_bytes):
-            ask, self._asking = True, number  # once per window: a full window is nothing special
         sent.stamp = now_ns // TIMESTAMP_NS & 0xFFFF
-        return Datagram(self.identity.peer, sent.ev, self._message(number, sent, ask=ask, stamp=sent.stamp))
 
     def _set_timer(self, deadline_ns: int, order: int, number: int) -> None:
         """At the end, where nearly all belong."""

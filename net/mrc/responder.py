@@ -164,6 +164,35 @@ class Responder:
                 self._messages += 1
             self._expected += 1
 
+    def ahead(self, datagram: Datagram) -> memoryview | None:
+        """Where the successors of a datagram that was just heard go, as many of them as would be placed and not
+        answered; None when there is none such. ``took`` says how many came."""
+        (bth, _, payload), settings = datagram.message, self.settings
+        size = len(payload)
+        quiet = not (bth.a or bth.rtx or datagram.ce or datagram.trimmed or self._beyond) and self._open_ask is None
+        if not quiet or not size or bth.opcode != Opcode.WRITE_MIDDLE or bth.psn != self._psn(self._expected - 1):
+            return None
+        reth = datagram.message.need(Reth)
+        region = self._regions.get(reth.r_key)
+        if region is None or size > reth.dma_length:
+            return None
+        start = reth.va + size - region.va
+        count = min(
+            settings.sack_packets - 1 - self._unreported_packets,
+            (settings.sack_bytes - 1 - self._unreported_bytes) // max(SACK_COUNTS_BYTES_MIN, size),
+            (len(region.memory) - start) // size,
+        )
+        return region.memory[start : start + count * size] if start >= 0 and count > 0 else None
+
+    def took(self, datagram: Datagram, count: int) -> None:
+        """So many successors of ``datagram`` are in place, by ``ahead``."""
+        self._expected += count
+        self._highest = max(self._highest, self._expected - 1)
+        self.counters["placed"] += count
+        self._rcvd_bytes += count * datagram.wire_bytes()
+        self._unreported_packets += count
+        self._unreported_bytes += count * max(SACK_COUNTS_BYTES_MIN, len(datagram.message.payload))
+
     def _is_due(self, datagram: Datagram, number: int) -> bool:
         """Enough has come, or the packet wants it; an ask that came early counts again when its gap closes."""
         self._unreported_packets += 1

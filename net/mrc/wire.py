@@ -515,6 +515,19 @@ _FLAGS = next(n for n, byte in enumerate(encode(Bth(ts=1))) if byte != encode(Bt
 _TS = encode(Bth(ts=1))[_FLAGS]
 
 
+def place(opcode: int, ts: int, kind: type[tuple[Any, ...]], name: str) -> slice:
+    """Where a field of whole bytes stands in a message, counted from BTH."""
+    bit = 0
+    kinds: list[type[tuple[Any, ...]]] = [Bth, *(stack(opcode, ts) or ())]
+    for each in kinds:
+        for spec in fields(each):
+            if each is kind and spec.name == name:
+                assert not (bit % 8 or spec.bits.size % 8), f"{name} is no whole bytes"
+                return slice(bit // 8, (bit + spec.bits.size) // 8)
+            bit += spec.bits.size
+    raise AssertionError(f"opcode {opcode:#x} has no {kind.__name__}.{name}")
+
+
 def message_codec(data: bytes | memoryview) -> Codec:
     """The one for a whole message; MrcError when its opcode is not MRC's."""
     if len(data) <= _FLAGS:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from net.errors import MrcError
 from net.mrc import datagram as module
-from net.mrc.datagram import Addressing, Datagram
+from net.mrc.datagram import Addressing, Burst, Datagram
 from net.mrc.frame import DSCP, Frame, Message, decode_frame, encode_frame, message, trim
 from net.mrc.wire import Bth, Meth, Opcode, Reth, Tseth
 from net.srv6 import Plan
@@ -118,3 +118,28 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     datagram = Datagram(3, 1, write())
     assert host.decode(sender.encode(datagram)) == datagram._replace(peer=0)
     assert not sender._fronts and not host._arrived
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    messages(Opcode.WRITE_MIDDLE),
+    st.lists(st.sampled_from(EVS), min_size=1, max_size=5),
+    st.integers(1, 70),
+    st.sampled_from([7, 0xFFFFFE]),
+)
+def test_a_burst_is_its_datagrams(content: Message, evs: list[int], size: int, psn: int) -> None:
+    bth, (meth, *_, reth), _ = content
+    content = message(
+        bth._replace(psn=psn), meth, Tseth(9), reth._replace(va=reth.va >> 1), payload=bytes(range(size))
+    )
+    content = content._replace(payload=memoryview(bytes(n & 0xFF for n in range(size * len(evs)))))
+    burst = Burst(3, evs, content, size)
+    datagrams = list(burst.datagrams())
+    assert [datagram.entropy for datagram in datagrams] == evs
+    for n, (_, _, one, *_) in enumerate(datagrams):
+        assert one.bth.psn == psn + n & 0xFFFFFF and one.need(Reth).va == content.need(Reth).va + n * size
+        assert one.payload == content.payload[n * size : n * size + size]
+    sender = Addressing(PLAN, 0, ethernet={0: b"plane 0", 1: b"plane 1"})
+    frames = list(sender.encode_burst(burst))
+    assert [frame.hex() for frame in frames] == [sender.encode(datagram).hex() for datagram in datagrams]
+    assert [frame[:7] for frame in frames] == [b"plane %d" % (ev >> 16) for ev in evs]
