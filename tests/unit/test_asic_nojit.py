@@ -12,7 +12,7 @@ import pytest
 from dpu.fastpath.jit import JIT
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("test_asic_queues.py", "test_poller.py", "test_atomics.py", "test_asic_session.py")
+MODULES = ("test_asic_queues.py", "test_poller.py", "test_atomics.py", "test_asic_session.py", "test_volume_soc.py")
 
 
 @pytest.mark.skipif(not JIT, reason="this is that process")

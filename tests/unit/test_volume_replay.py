@@ -21,7 +21,7 @@ SIZE = 1200
 
 def submit(lab: VolumeLab, opcode: int, lba: int, blocks: int, value: int) -> None:
     """Put a command in the queue and ring; its data are in the common buffer."""
-    kept = lab.volumes
+    kept = lab.group
     kept.buffer.fill(value.to_bytes(8, "little") * (64 * blocks))
     prp1 = kept.buffer.iova
     prp2 = 0 if blocks <= 8 else prp1 + nv.PAGE if blocks <= 16 else kept.prps
@@ -43,8 +43,8 @@ def zero(lab: VolumeLab, model: ModelVolume) -> None:
 
 def deallocate(lab: VolumeLab, model: ModelVolume) -> None:
     """A cluster of its own, a shared one, and part of its own."""
-    lab.volumes.buffer.fill(b"".join(bytes(4) + n.to_bytes(4, "little") + a.to_bytes(8, "little") for a, n in RANGES))
-    lab.queue.submit(nv.DSM, nsid=FIRST, prp1=lab.volumes.buffer.iova, cdw=[len(RANGES) - 1, 4])
+    lab.group.buffer.fill(b"".join(bytes(4) + n.to_bytes(4, "little") + a.to_bytes(8, "little") for a, n in RANGES))
+    lab.queue.submit(nv.DSM, nsid=FIRST, prp1=lab.group.buffer.iova, cdw=[len(RANGES) - 1, 4])
     lab.queue.ring()
     for lba, blocks in RANGES:
         model.deallocate(lba, blocks)
@@ -55,9 +55,9 @@ RANGES = [(40 * BLOCKS, BLOCKS), (0, BLOCKS), (41 * BLOCKS + 2, 3)]
 
 def copy(lab: VolumeLab, model: ModelVolume) -> None:
     """From shared ones to one that was never written, and to a shared one."""
-    lab.volumes.buffer.fill(bytes(8) + (0).to_bytes(8, "little") + (15).to_bytes(8, "little") + bytes(8))
+    lab.group.buffer.fill(bytes(8) + (0).to_bytes(8, "little") + (15).to_bytes(8, "little") + bytes(8))
     target = 512 * BLOCKS - BLOCKS
-    lab.queue.submit(nv.COPY, nsid=FIRST, prp1=lab.volumes.buffer.iova, cdw=[target, 0, 0])
+    lab.queue.submit(nv.COPY, nsid=FIRST, prp1=lab.group.buffer.iova, cdw=[target, 0, 0])
     lab.queue.ring()
     model.copy(0, target, 16)
 

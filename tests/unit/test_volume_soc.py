@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import random
+import struct
+import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dpu import layout
+from dpu.fastpath.jit import JIT
+from tests.support import nvme_driver as nv
 from tests.support.volume_model import ModelVolume
-from tests.unit.asic_lab import ENGINES
-from tests.unit.volume_lab import CAPACITY_EXCEEDED, VolumeKept, VolumeLab
+from tests.unit.asic_lab import ENGINES, GuestSq, Kept, Lab
+from tests.unit.volume_lab import CAPACITY_EXCEEDED, FIRST, VolumeKept, VolumeLab
 
 CLUSTER_BLOCKS = 8
 SIZE = 1200
@@ -108,20 +114,26 @@ def thick(lab: VolumeLab, volume: int, model: ModelVolume) -> None:
     model.thick = True
 
 
-@pytest.mark.parametrize("offload", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_volumes_are_what_the_model_is(seed: int, offload: bool) -> None:
-    dice = random.Random(seed)
-    with VolumeKept(clusters=4800) as kept, kept.lab(batch=dice.choice([3, 64])) as lab:
+def serve_by(lab: VolumeLab, stage: str) -> None:
+    """asic: what is mapped, the rest by the soc; soc: everything; threads: everything by control's (dpu.nvme.io)."""
+    lab.area.set_offload(stage == "asic")
+    if stage == "threads":
+        for row in lab.plane.namespaces[3:7]:
+            row.threads = layout.WHY_NO_URING
+
+
+@pytest.mark.parametrize("served_by", ["asic", "soc", "threads"])
+@settings(max_examples=4, deadline=None)
+@given(dice=st.randoms(use_true_random=False), batch=st.sampled_from([1, 64]), is_thick=st.booleans())
+def test_volumes_are_what_the_model_is(served_by: str, dice: random.Random, batch: int, is_thick: bool) -> None:
+    with VolumeKept(clusters=4800) as kept, kept.lab(batch=batch) as lab:
         lab.pair()
-        lab.area.set_offload(offload)
+        serve_by(lab, served_by)
         models = {0: ModelVolume(CLUSTER_BLOCKS, [0] * SIZE * CLUSTER_BLOCKS)}
-        if seed == 2:
+        if is_thick:
             thick(lab, 0, models[0])
-        for value in range(1, 150):
+        for value in range(1, 60):
             act(lab, models, dice, value)
-            if value % 50 == 0:
-                lab.control.check()
         check_all(lab, models)
         lab.control.check()
 
@@ -167,3 +179,69 @@ def test_blocks_beyond_the_volume_are_out_of_range(lab: VolumeLab) -> None:
     lab.plane.namespaces[3].blocks *= 2
     assert lab.write(0, SIZE * CLUSTER_BLOCKS, 8, 1) == 0x80
     assert lab.zero(0, SIZE * CLUSTER_BLOCKS, 8) == lab.deallocate(0, [(SIZE * CLUSTER_BLOCKS, 8)]) == 0x80
+
+
+@pytest.mark.skipif(not JIT, reason="plain Python's threads take turns")
+@pytest.mark.parametrize("offload", [True, False])
+def test_two_pollers_on_one_volume(offload: bool) -> None:
+    """Writes, Deallocates and copies race for the same clusters, both threads at full speed."""
+    dice = random.Random(1)
+    with VolumeKept(clusters=300, size=64) as kept, Kept(files=dict(kept.volumes())) as other, kept.lab() as lab:
+        lab.pair()
+        with Lab(other) as second:
+            second.poller.record.number = second.poller.number = 1
+            second.begin()
+            queues = [(lab, lab.queue), (second, second.open_pair(1, 64))]
+            lab.area.set_offload(offload)
+            pages = [[one.kept.ram.buffer(4096) for _ in range(32)] for one, _ in queues]
+            for one, _ in queues:
+                one.poller.start()
+            try:
+                written: dict[int, set[int]] = {block: {0} for block in range(64 * CLUSTER_BLOCKS)}
+                for turn in range(60):
+                    race(lab, queues, pages, dice, turn, written)
+                    if turn == 20:
+                        lab.control.snapshot(0, 1)
+                    lab.control.check()
+            finally:
+                for one, _ in queues:
+                    one.poller.stop()
+            found = lab.read_all(0)
+            assert all(value in written[block] for block, value in enumerate(found))
+            assert any(found)
+
+
+def race(
+    lab: VolumeLab,
+    queues: list[tuple[Lab, GuestSq]],
+    pages: list[list[nv.Buffer]],
+    dice: random.Random,
+    turn: int,
+    written: dict[int, set[int]],
+) -> None:
+    """32 commands on each queue, to their end; control answers both pollers."""
+    for number, (one, queue) in enumerate(queues):
+        for i, page in enumerate(pages[number]):
+            lba, blocks = dice.randrange(8 * CLUSTER_BLOCKS), dice.choice([1, 8])
+            if dice.random() < 0.3:
+                lba -= lba % CLUSTER_BLOCKS
+                page.fill(struct.pack("<IIQ", 0, 8, lba))
+                queue.submit(nv.DSM, nsid=FIRST, prp1=page.iova, cdw=[0, 4])
+            else:
+                value = 1 + turn * 64 + number * 32 + i
+                page.fill(struct.pack("<Q", value) * 512)
+                queue.io(nv.WRITE, lba, blocks, page.iova, nsid=FIRST)
+                for block in range(lba, lba + blocks):
+                    written[block].add(value)
+        queue.ring()
+        one.poller.wake()
+    done = [0, 0]
+    deadline = time.monotonic() + 60
+    while done != [32, 32]:
+        assert time.monotonic() < deadline, done
+        for number, (one, queue) in enumerate(queues):
+            for slot in one.misses():
+                lab.answer(slot, one)
+            completions = queue.cq.reap()
+            assert all(completion.status == 0 for completion in completions)
+            done[number] += len(completions)

@@ -9,6 +9,8 @@ does no more than dpu.volumes.interface says. A second `kept.lab(...)` is the ne
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import struct
 import uuid
@@ -21,6 +23,7 @@ from dpu import layout
 from dpu.backends import Backend, Kind
 from dpu.fastpath.uring import Ring
 from dpu.guestmap import Mapping
+from dpu.nvme import io
 from dpu.nvme.interfaces import Completion as Result
 from dpu.volumes.area import Area
 from tests.support import nvme_driver as nv
@@ -40,7 +43,7 @@ class FakeVolume(Backend):
     product_name, config_type, io_types = "volume", "volume", frozenset()
     area: Area
     number: int
-    store: Any = None
+    store: Any
 
     @classmethod
     def from_config(cls, config: dict[str, Any], fd: int) -> FakeVolume:
@@ -104,6 +107,10 @@ class VolumeKept(Kept):
                 mapping.close()
             os.close(fd)
         os.close(self.area_fd)
+
+    def volumes(self) -> dict[int, Backend]:
+        """The namespaces that are volumes."""
+        return {nsid: backend for nsid, backend in self.backends.items() if isinstance(backend, FakeVolume)}
 
     def new_area(self) -> Area:
         area = Area(os.dup(self.area_fd))
@@ -236,14 +243,50 @@ class Control:
             assert not any(os.pread(int(row.fd), area.cluster_bytes, at)), "a cluster in a pool is not clean"
 
 
+class Store:
+    """`Control` as a dpu.volumes.interface.VolumeStore."""
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+
+    def look(self, poller: int) -> None:
+        raise NotImplementedError
+
+    async def room(self, poller: int) -> bool:
+        return self.control.room(poller)
+
+    async def make_writable(self, volume: int, first: int, count: int) -> None:
+        if not self.control.make_writable(volume, first, count):
+            raise OSError(errno.ENOSPC, "full")
+
+    async def commit(self, volume: int) -> None:
+        v = self.control.area.volumes[volume]
+        changes = int(v.changes)
+        self.control.drain()
+        v.committed = changes
+
+
+class Namespaces:
+    """What dpu.nvme.io wants of a subsystem."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.by_nsid = lab.kept.backends
+
+    def backend(self, nsid: int) -> Backend:
+        return self.by_nsid[nsid]
+
+    def block_size(self, nsid: int) -> int:
+        return self.by_nsid[nsid].block_size
+
+
 class VolumeLab(Lab):
     def __init__(self, kept: VolumeKept, engine: Any, area: Area, *, batch: int = 64, **options: Any) -> None:
-        self.volumes = kept
+        self.group = kept
         self.area = area
         self.control = Control(area, batch)
         for backend in kept.backends.values():
             if isinstance(backend, FakeVolume):
-                backend.area = area
+                backend.area, backend.store = area, Store(self.control)
         if kept.in_files:
             options.setdefault("ring", Ring.create())
         super().__init__(kept, engine, **options)
@@ -268,27 +311,21 @@ class VolumeLab(Lab):
                 return
         raise AssertionError("there is work for ever")
 
-    def answer(self, slot: int) -> None:
-        """What dpu.session and dpu.nvme.io make of a command that the poller has handed over."""
-        why, first, clusters = self.plane.wants(slot)
-        self.control.asked.append(why)
-        volume = self.plane.asks_for(slot)
-        if why == layout.WHY_COMMIT:
-            v = self.area.volumes[int(self.plane.inflight[slot].sqe.nsid) - FIRST]
-            changes = int(v.changes)
-            self.control.drain()
-            v.committed = changes
-            self.plane.finish(slot, Result(0))
-        elif volume is None:
-            raise AssertionError(f"control was asked to execute a command: {why}")
-        elif (
-            self.control.room(self.poller.number)
-            if why == layout.WHY_ROOM
-            else self.control.make_writable(volume.number, first, clusters)
-        ):
-            self.plane.again(slot)
+    def answer(self, slot: int, lab: Lab | None = None) -> None:
+        """What dpu.session does with a command that the poller has handed over; ``lab``: of another controller."""
+        lab = lab or self
+        plane = lab.plane
+        self.control.asked.append(plane.wants(slot)[0])
+        completion: Result | None
+        if (volume := plane.asks_for(slot)) is not None:
+            completion = asyncio.run(io.see_to(volume, lab.poller.number, *plane.wants(slot)))
         else:
-            self.plane.finish(slot, Result(CAPACITY_EXCEEDED | 1 << 14))
+            durable = bool(plane.record.write_through)
+            completion = asyncio.run(io.execute(plane.sqe(slot), plane.memory, Namespaces(lab), durable))
+        if completion is None:
+            plane.again(slot)
+        else:
+            plane.finish(slot, completion)
 
     # --- the guest's side
     def pair(self) -> GuestSq:
@@ -298,7 +335,7 @@ class VolumeLab(Lab):
 
     def do_io(self, opcode: int, volume: int, lba: int, blocks: int, *, control: int = 0) -> int:
         """One command with the common buffer; its status."""
-        kept = self.volumes
+        kept = self.group
         size = blocks * UNIT
         prp1 = kept.buffer.iova
         prp2 = 0 if size <= PAGE else prp1 + PAGE if size <= 2 * PAGE else kept.prps
@@ -312,17 +349,17 @@ class VolumeLab(Lab):
         return done.status
 
     def write(self, volume: int, lba: int, blocks: int, value: int, *, control: int = 0) -> int:
-        self.volumes.buffer.fill(np.full(blocks * UNIT // 8, value, np.int64).tobytes())
+        self.group.buffer.fill(np.full(blocks * UNIT // 8, value, np.int64).tobytes())
         return self.do_io(nv.WRITE, volume, lba, blocks, control=control)
 
     def compare(self, volume: int, lba: int, values: list[int]) -> int:
-        self.volumes.buffer.fill(np.repeat(np.array(values, np.int64), UNIT // 8).tobytes())
+        self.group.buffer.fill(np.repeat(np.array(values, np.int64), UNIT // 8).tobytes())
         return self.do_io(nv.COMPARE, volume, lba, len(values))
 
     def read(self, volume: int, lba: int, blocks: int) -> list[int]:
-        self.volumes.buffer.fill(b"\xee" * blocks * UNIT)
+        self.group.buffer.fill(b"\xee" * blocks * UNIT)
         assert self.do_io(nv.READ, volume, lba, blocks) == 0
-        found = np.frombuffer(self.volumes.buffer.bytes()[: blocks * UNIT], np.int64).reshape(blocks, UNIT // 8)
+        found = np.frombuffer(self.group.buffer.bytes()[: blocks * UNIT], np.int64).reshape(blocks, UNIT // 8)
         assert (found == found[:, :1]).all(), "a block has parts of several writes"
         return [int(value) for value in found[:, 0]]
 
@@ -338,14 +375,14 @@ class VolumeLab(Lab):
 
     def deallocate(self, volume: int, ranges: list[tuple[int, int]]) -> int:
         data = b"".join(struct.pack("<IIQ", 0, blocks, lba) for lba, blocks in ranges)
-        self.volumes.buffer.fill(data)
+        self.group.buffer.fill(data)
         cdw = [len(ranges) - 1, 4]
-        self.queue.submit(nv.DSM, nsid=FIRST + volume, prp1=self.volumes.buffer.iova, cdw=cdw)
+        self.queue.submit(nv.DSM, nsid=FIRST + volume, prp1=self.group.buffer.iova, cdw=cdw)
         return self.finish()
 
     def copy(self, volume: int, ranges: list[tuple[int, int]], target: int) -> int:
         rows = [np.array([0, lba, blocks - 1, 0], np.int64).tobytes() for lba, blocks in ranges]
-        self.volumes.buffer.fill(b"".join(rows))
+        self.group.buffer.fill(b"".join(rows))
         cdw = [target & 0xFFFFFFFF, target >> 32, len(ranges) - 1]
-        self.queue.submit(nv.COPY, nsid=FIRST + volume, prp1=self.volumes.buffer.iova, cdw=cdw)
+        self.queue.submit(nv.COPY, nsid=FIRST + volume, prp1=self.group.buffer.iova, cdw=cdw)
         return self.finish()
