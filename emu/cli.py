@@ -262,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     metrics.add_argument("socket", nargs="+", metavar="[NAME=]SOCKET", help="a JSON-RPC socket; NAME is its label")
     metrics.add_argument("--listen", metavar="[HOST:]PORT", help="serve http://HOST:PORT/metrics; else print once")
 
-    fabric = add("fabric", _fabric, "A live fabric: up, show, fault, flows, capture, exec, down.", FABRIC_EXAMPLES)
+    fabric = add("fabric", _fabric, "A live fabric: up, show, fault, write, flows, exec, down.", FABRIC_EXAMPLES)
     add_fabric_verbs(fabric, common)
 
     images = add("images", _images, "Guest images in the cache.", _IMAGES_HELP)

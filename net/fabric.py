@@ -38,6 +38,7 @@ from net.capture import Capture
 from net.errors import NetError, RequestError
 from net.match import Match
 from net.mrc.frame import ECN_ECT, entropy_fields
+from net.mrc.live import LiveEndpoint, host_ports
 from net.probe import missing
 from net.srv6 import Plan
 from net.switch.live import Callback, Flow, LivePorts
@@ -73,6 +74,8 @@ class Fabric:
         assert self.plan.fabric == topology
         check_rate(topology.host_rate_bps)
         check_rate(topology.uplink_rate_bps)
+        self.board: Path | None = None
+        """Where ``endpoint``s tell their paths' states (net.mrc.board)."""
         self._open: list[Any] = []
         try:
             self.wiring = Wiring(self.plan, forwards=self.settings.engine == "kernel")
@@ -340,6 +343,15 @@ class Fabric:
         """A process in ``node``, which is the caller's to end. Hosts reach each other by ``address``."""
         with self.inside(node):
             return subprocess.Popen(command, **popen)
+
+    def endpoint(self, host: str, **options: Any) -> LiveEndpoint:
+        """An MRC endpoint in ``host``, closed with the fabric; options: of net.mrc.live.LiveEndpoint."""
+        number = self.host(host)
+        mine = {"rate_bps": self.topology.host_rate_bps, "board": self.board, **options}
+        with self.inside(host):
+            made = LiveEndpoint(self.plan, number, host_ports(self.wiring, number), **mine)
+        self._open.append(made)
+        return made
 
     def tap(self, host: str) -> HostTap:
         """A virtual machine's way in, in the place of ``host``; see net.tap."""

@@ -50,6 +50,20 @@ def enter(fd: int) -> None:
     _check(_libc.setns(fd, _CLONE_NEWNET), "enter a network namespace")
 
 
+@contextlib.contextmanager
+def inside(fd: int) -> Iterator[None]:
+    """The calling thread is in a namespace for a while; what it opens or starts belongs there."""
+    home = os.open(_SELF, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_libc.setns(fd, _CLONE_NEWNET), "enter a network namespace")
+        try:
+            yield
+        finally:
+            _check(_libc.setns(home, _CLONE_NEWNET), "leave a network namespace")
+    finally:
+        os.close(home)
+
+
 class Namespace:
     """One node's network. ``fd`` is its descriptor; ``netlink`` its socket; ``name`` for messages."""
 
@@ -70,18 +84,9 @@ class Namespace:
         finally:
             os.close(home)
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
+    def entered(self) -> contextlib.AbstractContextManager[None]:
         """The calling thread is inside; what it opens or starts belongs to the namespace."""
-        home = os.open(_SELF, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _check(_libc.setns(self.fd, _CLONE_NEWNET), f"enter {self.name}")
-            try:
-                yield
-            finally:
-                _check(_libc.setns(home, _CLONE_NEWNET), f"leave {self.name}")
-        finally:
-            os.close(home)
+        return inside(self.fd)
 
     def whole_checksums(self, interface: str) -> None:
         """The kernel computes checksums of its own packets before the wire: there is no hardware to do it."""

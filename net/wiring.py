@@ -34,36 +34,21 @@ _QUEUE_PACKETS = 10_000
 _LOOPBACK = 1
 
 
-class Wiring:
-    """A fabric's namespaces.
+class Cabling:
+    """Which port is which: numbers, interfaces and MACs, from the topology alone.
 
-    nodes, links: by name. ports: (node, number there) to number in the fabric; port_links: link, by that number.
+    links: by name. ports: (node, number there) to number in the fabric; port_links: link, by that number.
     """
 
-    def __init__(self, plan: Plan, *, forwards: bool = True) -> None:
-        """``forwards``: the kernel of a switch forwards; else its frames are for whoever reads them."""
-        self.plan = plan
-        self.fabric: Topology = plan.fabric
-        self.links: dict[str, Link] = {link.name: link for link in self.fabric.links()}
+    def __init__(self, fabric: Topology) -> None:
+        self.fabric = fabric
+        self.links: dict[str, Link] = {link.name: link for link in fabric.links()}
         self.ports: dict[Port, int] = {}
         self.port_links: list[Link] = []
         for link in self.links.values():
             for port in (link.lower, link.upper):
                 self.ports[port] = len(self.port_links)
                 self.port_links.append(link)
-        self.nodes: dict[str, Namespace] = {}
-        self._forwards = forwards
-        try:
-            self._build()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Everything goes with the descriptors."""
-        for namespace in self.nodes.values():
-            namespace.close()
-        self.nodes.clear()
 
     def ifindex(self, port: Port) -> int:
         """The interface of a port."""
@@ -86,14 +71,36 @@ class Wiring:
         """The Ethernet header of an IPv6 packet that ``port`` sends."""
         return self.mac(self.peer(port)) + self.mac(port) + b"\x86\xdd"
 
+    def node_ports(self, node: Node) -> list[Port]:
+        """The ports of a node by their numbers."""
+        return sorted((port for port in self.ports if port.node == node), key=lambda port: port.number)
+
+
+class Wiring(Cabling):
+    """A fabric's namespaces. nodes: by name."""
+
+    def __init__(self, plan: Plan, *, forwards: bool = True) -> None:
+        """``forwards``: the kernel of a switch forwards; else its frames are for whoever reads them."""
+        super().__init__(plan.fabric)
+        self.plan = plan
+        self.nodes: dict[str, Namespace] = {}
+        self._forwards = forwards
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Everything goes with the descriptors."""
+        for namespace in self.nodes.values():
+            namespace.close()
+        self.nodes.clear()
+
     def pair_path(self, src: int, dst: int, plane: int) -> Path:
         """The path of programs that know no entropy values: one in each plane, spread by pairs of hosts."""
         evs = [ev for ev in self.fabric.evs(src, dst) if plane_of(ev) == plane]
         return self.fabric.path(src, dst, evs[(src + dst) % len(evs)])
-
-    def node_ports(self, node: Node) -> list[Port]:
-        """The ports of a node by their numbers."""
-        return sorted((port for port in self.ports if port.node == node), key=lambda port: port.number)
 
     def namespace(self, name: str) -> Namespace:
         """The namespace of a node."""

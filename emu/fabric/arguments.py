@@ -16,6 +16,7 @@ examples:
   emu fabric fault p0-t0-0:p0-t1-1 loss=0.01 by=p0-t0-0   also down, up, rate=10M, corrupt=, duplicate=, reorder=
   emu fabric fault p0-t1-0 blackhole                      a switch that stays up and forwards nothing; undo: forward
   emu fabric fault heal                                   ends all of them, set rates too; fault LINK heal: of one
+  emu fabric write h0:h3 h1:h3 --size 64M                 MRC writes, here an incast; show has the EVs' states
   emu fabric exec h0 -- ping -c 1 fd00::4                 any program of this machine; ping: package iputils-ping
   emu fabric capture h0:p0-t0-0 h0.pcap
   emu fabric down
@@ -65,6 +66,10 @@ def add_verbs(fabric: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         nargs="*",
         help="heal, down, up, blackhole, forward, loss=, corrupt=, duplicate=, reorder=, rate=, by=NODE",
     )
+
+    write = add("write", "MRC writes between hosts, all pairs at once; memory is compared at the end.")
+    write.add_argument("pairs", nargs="+", metavar="FROM:TO", help="such as h0:h3")
+    write.add_argument("--size", default="16M", metavar="BYTES", help="of each pair (default: 16M)")
 
     add("flows", "What has arrived at hosts, by sender and entropy value, with its path.")
     capture = add("capture", "Write what passes a link to a pcap file; without a file, end that.")

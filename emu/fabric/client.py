@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -29,7 +29,7 @@ from emu.fabric.holder import address, failure
 from emu.fabric.spec import FabricSpec, parse_rate
 from emu.process import Identity
 from emu.progress import output
-from emu.units import plural
+from emu.units import parse_size, plural
 from net.errors import NetError
 from net.switch.ports import PROBABILITIES
 from net.topology import Topology
@@ -152,7 +152,7 @@ def _show(arguments: argparse.Namespace) -> Shown:
     document = sample(arguments.name, arguments.interval)
     if arguments.svg is not None:
         _write(arguments.svg, picture.svg(document), "give another file")
-    return document, table(document)
+    return document, shown(document)
 
 
 def _write(file: Path, text: str, fix: str) -> None:
@@ -175,7 +175,7 @@ def _watch(arguments: argparse.Namespace) -> None:
         while True:
             time.sleep(arguments.watch)
             after = ask(arguments.name, "show")[0]
-            live.update(table(picture.compared(before, after)), refresh=True)
+            live.update(shown(picture.compared(before, after)), refresh=True)
             before = after
 
 
@@ -201,8 +201,60 @@ def table(document: Document) -> Table:
     return shown
 
 
+def shown(document: Document) -> RenderableType:
+    """The links, and below them what endpoints have told."""
+    return Group(table(document), "", states(document)) if document["endpoints"] else table(document)
+
+
+def states(document: Document) -> Table:
+    """Each queue pair's entropy values, by plane."""
+    shown = Table(box=None, pad_edge=False, header_style="bold", title="entropy values", title_justify="left")
+    for column in ("from", "to", *(f"plane {plane}" for plane in range(document["topology"]["planes"]))):
+        shown.add_column(column)
+    for column in ("packets", "again", "NACKs", "told"):
+        shown.add_column(column, justify="right")
+    for pair in document["endpoints"]:
+        planes = [
+            [ev for ev in pair["evs"] if ev["plane"] == plane] for plane in range(document["topology"]["planes"])
+        ]
+        counts = [str(pair["counters"].get(key, 0)) for key in ("sent", "retransmitted", "nacks")]
+        shown.add_row(pair["src"], pair["dst"], *map(picture.in_words, planes), *counts, f"{pair['age_s']:.0f} s ago")
+    return shown
+
+
 def _title(document: Document) -> str:
     return f"{document['name']}: {Topology(**document['topology']).size}, engine {document['engine']}"
+
+
+def _write_memory(arguments: argparse.Namespace) -> Shown:
+    from emu.fabric import traffic  # MRC's headers take a while
+
+    try:
+        size = parse_size(arguments.size)
+    except ValueError as error:
+        raise UsageError(f"--size: {error}", "such as 16M") from error
+    fabric, _ = ask(arguments.name, "show")
+
+    def namespace(node: str) -> int:
+        _, [fd] = ask(arguments.name, "namespace", node=node)
+        return fd
+
+    topology = Topology(**fabric["topology"])
+    found = traffic.write(topology, namespace, Path(fabric["board"]), arguments.pairs, size)
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("from", "to"):
+        shown.add_column(column)
+    for column in ("bytes", "of line", "packets", "again", "NACKs", "marks", "timeouts"):
+        shown.add_column(column, justify="right")
+    shown.add_column("memory")
+    for one in found:
+        counts = [str(one[key]) for key in ("sent", "retransmitted", "nacks", "marks", "timeouts")]
+        outcome = "equal" if one["equal"] else one["status"]
+        shown.add_row(one["src"], one["dst"], str(one["bytes"]), f"{one['line_share']:.0%}", *counts, outcome)
+    if not arguments.json:
+        output().print(shown)
+    traffic.check(found)
+    return {"dilation": 1, "writes": found}, None
 
 
 def _flows(arguments: argparse.Namespace) -> Shown:
@@ -329,6 +381,7 @@ VERBS: dict[str, Callable[[argparse.Namespace], Shown]] = {
     "up": _up,
     "show": _show,
     "fault": _fault,
+    "write": _write_memory,
     "flows": _flows,
     "capture": _capture,
     "exec": _exec,

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,9 @@ from emu.fabric.spec import FabricSpec
 from emu.ledger import Ledger
 from emu.paths import runtime_dir, socket_path
 from net.errors import NetError, RequestError
+from net.mrc.board import read
 from net.switch.ports import check_rate
-from net.topology import Port, Tier
+from net.topology import Node, Port, Tier, plane_of
 
 if TYPE_CHECKING:
     from net.fabric import Fabric
@@ -47,9 +48,11 @@ def address(name: str) -> Path:
 class Holder:
     """The verbs, by name in ``DO``."""
 
-    def __init__(self, name: str, fabric: Fabric, lab: str = "") -> None:
-        """``lab``: that the fabric is a part of, and ends with."""
+    def __init__(self, name: str, fabric: Fabric, directory: Path, lab: str = "") -> None:
+        """``directory``: of its own. ``lab``: that the fabric is a part of, and ends with."""
         self.name, self.fabric, self.lab = name, fabric, lab
+        self.board = fabric.board = directory / "endpoints"
+        self.board.mkdir(mode=0o700, exist_ok=True)
         self.stop = False
         self.captures: dict[str, Any] = {}
 
@@ -66,7 +69,27 @@ class Holder:
             "topology": topology,
             "settings": {key: value for key, value in asdict(fabric.settings).items() if key != "dscp"},
             "links": links,
+            "board": str(self.board),
+            "endpoints": self._endpoints(),
         }
+
+    def _endpoints(self) -> list[Answer]:
+        """What endpoints have told of their queue pairs, of several programs' the newest."""
+        posts = sorted(read(self.board), key=lambda post: -post["age_s"])
+        pairs = {(pair["src"], pair["dst"], pair["qpn"]): pair for post in posts for pair in self._pairs(post)}
+        return [pairs[key] for key in sorted(pairs)]
+
+    def _pairs(self, post: Answer) -> Iterator[Answer]:
+        """The queue pairs of an endpoint, with names in place of numbers."""
+        fabric, src = self.fabric.topology, post["host"]
+        for pair in post["pairs"]:
+            ends = {"src": f"h{src}", "dst": f"h{pair['peer']}", "age_s": post["age_s"]}
+            paths = {row["ev"]: fabric.path(src, pair["peer"], row["ev"]) for row in pair["evs"]}
+            via = {
+                ev: "" if path.t1 is None else Node(Tier.T1, path.plane, path.t1).name for ev, path in paths.items()
+            }
+            evs = [{**row, "plane": plane_of(row["ev"]), "t1": via[row["ev"]]} for row in pair["evs"]]
+            yield {**ends, "qpn": pair["qpn"], "counters": pair["counters"], "evs": evs}
 
     def _link(self, name: str) -> Answer:
         link = self.fabric.link(name)
@@ -208,7 +231,7 @@ class LabFabric:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(socket_path(ledger.directory, _SOCKET)))
         self._listener.listen()
-        self.holder = Holder(name, self.fabric, lab=name)
+        self.holder = Holder(name, self.fabric, ledger.directory, lab=name)
         self._thread = threading.Thread(target=self._serve, name="fabric-verbs", daemon=True)
         self._thread.start()
 
@@ -249,7 +272,7 @@ def main(arguments: list[str]) -> None:
                     json.dumps({"ok": True, "pid": os.getpid(), "plan": str(ledger.directory / "plan.toml")})
                 )
                 report.close()
-                serve(Holder(name, fabric), listener)
+                serve(Holder(name, fabric, ledger.directory), listener)
     finally:
         ledger.close()
 

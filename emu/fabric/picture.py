@@ -2,12 +2,15 @@
 
 Use: ``svg(sample("fabric", 0.5))`` (emu.fabric.client); the document is that of `emu fabric show --json`.
 A link is as dark and as wide as its busier direction is full; red where packets were lost, dashed where it is down.
-Its marks (m), trims (t) and losses (x) since the fabric came up stand beside it, everything in its tooltip.
+Its marks (m), trims (t) and losses (x) since the fabric came up stand beside it, everything in its tooltip. Below
+each plane, a line for each MRC queue pair that has told of itself: a dot for each of its entropy values there, filled
+while it takes turns, coloured by its state.
 Limits: fit for reading up to some hundred links.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
@@ -16,6 +19,8 @@ from xml.sax.saxutils import escape
 NAMESPACE = "http://www.w3.org/2000/svg"
 _HOST_WIDTH, _ROW, _MARGIN, _HEAD = 78, 150, 30, 56
 _BOX_WIDTH, _BOX_HEIGHT = 66, 22
+_PAIR_HEIGHT, _PAIRS_MAX, _DOT = 18, 32, 14
+_STATES = {"good": "#2a7", "skip": "#da3", "assumed bad": "#c22", "denied": "#888"}
 _STYLE = """\
 .fabric text { font: 11px sans-serif; fill: #222 } .fabric .head { font-weight: bold; font-size: 13px }
 .fabric .node { fill: #fff; stroke: #444 } .fabric .switch { fill: #eef3fa }
@@ -43,12 +48,15 @@ def svg(document: Document) -> str:
     topology = document["topology"]
     hosts = topology["t0_per_plane"] * topology["hosts_per_t0"]
     width = max(hosts, topology["t1_per_plane"]) * _HOST_WIDTH + 2 * _MARGIN
-    height = _HEAD + 2 * _ROW + _BOX_HEIGHT + _MARGIN
+    pairs = document.get("endpoints", [])[:_PAIRS_MAX]  # reports of before have none
+    foot = _HEAD + 2 * _ROW + _BOX_HEIGHT + _MARGIN
+    height = foot + _PAIR_HEIGHT * len(pairs)
     parts = []
     for plane in range(topology["planes"]):
         places = _places(topology, plane, width)
         links = [link for link in document["links"] if link["plane"] == plane]
         drawn = [_link(link, places) for link in links] + [_node(name, place) for name, place in places.items()]
+        drawn += [_pair(pair, plane, foot + _PAIR_HEIGHT * number) for number, pair in enumerate(pairs)]
         head = f'<text class="head" x="{_MARGIN}" y="{_HEAD - 30}">plane {plane}</text>'
         parts.append(f'<g transform="translate({plane * width} 0)">{head}{"".join(drawn)}</g>')
     size = f"{topology['planes'] * width} {height}"
@@ -96,6 +104,35 @@ def _node(name: str, place: Place) -> str:
     corner = f'x="{x - _BOX_WIDTH / 2:.0f}" y="{y - _BOX_HEIGHT / 2:.0f}"'
     box = f'<rect class="{kind}" {corner} width="{_BOX_WIDTH}" height="{_BOX_HEIGHT}" rx="4"/>'
     return f'{box}<text x="{x:.0f}" y="{y + 4:.0f}" text-anchor="middle">{name}</text>'
+
+
+def in_words(evs: Sequence[Document]) -> str:
+    """Entropy values of one plane: "2 good", or "1 good, assumed bad: p0-t1-1"."""
+    others: dict[str, list[str]] = {}
+    for ev in evs:
+        if ev["state"] != "good":
+            others.setdefault(ev["state"], []).append(ev["t1"])
+    good = sum(ev["state"] == "good" for ev in evs)
+    named = [f"{state}: {' '.join(via)}" if any(via) else state for state, via in others.items()]
+    return ", ".join([f"{good} good"] * bool(good) + named)
+
+
+def _pair(pair: Document, plane: int, y: float) -> str:
+    """A queue pair's entropy values of a plane, in a line."""
+    evs = [ev for ev in pair["evs"] if ev["plane"] == plane]
+    dots = []
+    for number, ev in enumerate(evs):
+        colour, x = _STATES[ev["state"]], _MARGIN + _BOX_WIDTH + 10 + _DOT * number
+        tooltip = f"{ev['ev']:#x} {'by ' + ev['t1'] if ev['t1'] else 'below one T0'}: {ev['state']}"
+        fill = colour if ev["active"] else "none"
+        dots.append(
+            f'<circle cx="{x}" cy="{y - 4:.0f}" r="5" fill="{fill}" stroke="{colour}" stroke-width="2">'
+            f"<title>{escape(tooltip + ('' if ev['active'] else ', in reserve'))}</title></circle>"
+        )
+    name = escape(f"{pair['src']} to {pair['dst']}")
+    return (
+        f'<g><text x="{_MARGIN}" y="{y:.0f}">{name}<title>{escape(in_words(evs))}</title></text>{"".join(dots)}</g>'
+    )
 
 
 def _link(link: Document, places: dict[str, Place]) -> str:

@@ -24,6 +24,11 @@ from emu.workloads.measures import PERCENTILES, Histogram, Series, percentile_na
 
 _STEPS_PER_OCTAVE = 4  # of the drawn distribution; the histograms have at least 8
 _CARD = "at the card"
+_FABRIC = (
+    "Use over the whole run; m marks, t trims, x losses. Dots are entropy values of MRC's queue pairs: green good, "
+    "yellow skipped, red assumed bad, grey denied, hollow in reserve. Tooltips have the rest. Time is not dilated: "
+    "rates are shares of lines as slow as the scenario has made them."
+)
 
 STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1b1b1f; --dim: #5c5f66; --rule: #d9dbe0; --bad: #b3261e;
@@ -99,7 +104,7 @@ def _fabric(document: dict[str, Any] | None) -> Iterable[Element]:
         from emu.fabric.picture import element
 
         yield node("h2", "fabric")
-        yield node("p", "Use over the whole run; m marks, t trims, x losses; a link's tooltip has the rest.")
+        yield node("p", _FABRIC)
         yield element(document)
 
 

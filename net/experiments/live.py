@@ -30,7 +30,7 @@ from net.experiments.cases import Outcome
 from net.experiments.lab import ALL, PORT_BPS, Lab, Variant
 from net.fabric import Fabric
 from net.mrc.endpoint import Completion
-from net.mrc.live import LiveEndpoint, host_ports, poll_all
+from net.mrc.live import LiveEndpoint, poll_all
 from net.sim.mrc import qpn
 from net.sim.network import Settings
 from net.switch.model import Cause
@@ -97,19 +97,14 @@ class LiveLab(Lab):
         self.live = self.stage.stack.enter_context(Fabric(real, queues))
 
     def _make_host(self, number: int, memory_bytes: int) -> LiveHost:
-        with self.live.inside(f"h{number}"):
-            end = LiveEndpoint(
-                self.live.plan,
-                number,
-                host_ports(self.live.wiring, number),
-                seed=self._seed << 8 | number,
-                rate_bps=self.live.topology.host_rate_bps,
-                dilation=self.dilation,
-                delay_ns=DELAY_NS,
-                ahead=AHEAD * self.fabric.host_rate_bps // PORT_BPS,
-                baseline=self.variant.baseline,
-            )
-        self.stage.stack.enter_context(end)
+        end = self.live.endpoint(
+            f"h{number}",
+            seed=self._seed << 8 | number,
+            dilation=self.dilation,
+            delay_ns=DELAY_NS,
+            ahead=AHEAD * self.fabric.host_rate_bps // PORT_BPS,
+            baseline=self.variant.baseline,
+        )
         self._live[number] = LiveHost(end, memory_bytes)
         return self._live[number]
 

@@ -129,7 +129,7 @@ class Endpoint:
         self._ports_changed = True
 
     def write(
-        self, qpn: int, request_id: int, data: bytes, va: int, r_key: int, immediate: int | None = None
+        self, qpn: int, request_id: int, data: bytes | memoryview, va: int, r_key: int, immediate: int | None = None
     ) -> None:
         """Posts a write to the peer's memory; it goes out with the next step and completes exactly once."""
         if qpn not in self.pairs:

@@ -19,7 +19,8 @@ Parameters: LIVE and LIVE_PATHS suit ports of 50 to 200 Mb/s on a shared machine
 queue is here and not in the host's port; None sends as fast as the window lets. dilation: so many nanoseconds are one
 of the engine's, so a port of 10 Mb/s is one of 10 Gb/s to it with a dilation of 1000, and its time stamps, which end
 at 8 ms, reach 8 s. delay_ns: of the engine's time, that what arrives waits, as in the long cable that a veth is not.
-ahead: frames that may wait in a port of ours.
+ahead: frames that may wait in a port of ours. board: the folder where it tells the states of its entropy values
+(net.mrc.board), so that `emu fabric show` shows them.
 Limits: root, IPv6. Round trips above 8 ms of the engine's time (16 bits of 128 ns) read too short, so congestion
 control (nscc) needs shorter ones, or dilation. Errors: NetError, MrcError.
 Source: packet(7); net.mrc.frame for the frames; Gupta et al., To Infinity and Beyond: Time-Warped Network Emulation
@@ -37,10 +38,12 @@ import struct
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
 from net.errors import NetError
+from net.mrc.board import Board
 from net.mrc.datagram import Addressing, Burst, Datagram
 from net.mrc.endpoint import Completion, Endpoint
 from net.mrc.frame import ETHERNET_BYTES
@@ -50,7 +53,7 @@ from net.mrc.reception import Reception
 from net.mrc.requestor import Identity, QpSettings
 from net.srv6 import Plan
 from net.topology import Node, Tier, plane_of
-from net.wiring import Wiring
+from net.wiring import Cabling
 
 LIVE = QpSettings(window_bytes=128 * 1024, mpr=4096, timeout_ns=300_000_000, retries=25)
 LIVE_PATHS = PathSettings(active=1 << 16, ev_min_active=2, probe_interval_ns=300_000_000)
@@ -63,6 +66,7 @@ _SIOCGIFFLAGS, _RUNNING = 0x8913, 0x40 | 0x1
 _FRAME_BYTES_MAX = 1 << 14
 _BATCH = 64
 _LOOK_NS = 50_000_000
+_TELL_NS = 200_000_000
 
 
 class HostPort(NamedTuple):
@@ -72,10 +76,10 @@ class HostPort(NamedTuple):
     ethernet: bytes
 
 
-def host_ports(wiring: Wiring, host: int) -> dict[int, HostPort]:
+def host_ports(cabling: Cabling, host: int) -> dict[int, HostPort]:
     """The ports of a host of a live fabric (net.wiring)."""
-    ports = wiring.node_ports(Node(Tier.HOST, 0, host))
-    return {port.number: HostPort(wiring.interface(port), wiring.ethernet(port)) for port in ports}
+    ports = cabling.node_ports(Node(Tier.HOST, 0, host))
+    return {port.number: HostPort(cabling.interface(port), cabling.ethernet(port)) for port in ports}
 
 
 class LiveEndpoint:
@@ -93,6 +97,7 @@ class LiveEndpoint:
         delay_ns: int = 0,
         ahead: int = 2,
         baseline: bool = False,
+        board: Path | None = None,
     ) -> None:
         """See the module; ``baseline``: queue pairs of net.mrc.rc."""
         self.plan = plan
@@ -116,6 +121,8 @@ class LiveEndpoint:
         self._travelling: deque[tuple[int, Datagram]] = deque()  # with when it arrives
         self._wake_ns: int | None = 0
         self._look_ns = 0
+        self._board = None if board is None else Board(board, host)
+        self._tell_ns = 0
         try:
             for plane, port in self._ports.items():
                 self._open(plane, port)
@@ -141,7 +148,9 @@ class LiveEndpoint:
         return self._reception.refused
 
     def close(self) -> None:
-        """Nobody is told; the peer's requests run into their retry budget."""
+        """No peer is told; its requests run into their retry budget."""
+        if self._board is not None:
+            self._board.post(self.engine)  # how it ended
         for made in self._sockets.values():
             made.close()
         self._sockets.clear()
@@ -177,7 +186,7 @@ class LiveEndpoint:
         self.engine.connect(identity, mine, plane_of, settings, paths)
 
     def write(
-        self, qpn: int, request_id: int, data: bytes, va: int, r_key: int, immediate: int | None = None
+        self, qpn: int, request_id: int, data: bytes | memoryview, va: int, r_key: int, immediate: int | None = None
     ) -> None:
         """See Endpoint.write."""
         self.engine.write(qpn, request_id, data, va, r_key, immediate)
@@ -209,6 +218,9 @@ class LiveEndpoint:
         if now_ns >= self._look_ns:
             self._look_ns = now_ns + _LOOK_NS
             self._look_at_ports()
+        if self._board is not None and now_ns >= self._tell_ns:
+            self._tell_ns = now_ns + _TELL_NS
+            self._board.post(self.engine)
         if self._wake_ns:
             self.starved_ns += max(0, now_ns - self._wake_ns - self._slack_ns)
         for item in self.engine.run(now_ns // self.dilation, self._arrived(now_ns)):

@@ -101,6 +101,11 @@ class EvProfile:
         """None for an EV that is not of this profile."""
         return self._states.get(ev)
 
+    @property
+    def states(self) -> dict[int, EvState]:
+        """Of all EVs."""
+        return dict(self._states)
+
     def plane(self, ev: int) -> int:
         """The plane of an EV."""
         return self._plane_of(ev)

@@ -218,7 +218,7 @@ class Requestor:
 
     # Posting.
 
-    def post(self, request_id: int, data: bytes, va: int, r_key: int, immediate: int | None) -> None:
+    def post(self, request_id: int, data: bytes | memoryview, va: int, r_key: int, immediate: int | None) -> None:
         """A write; ``finished`` will have its id exactly once."""
         if self.error is not None:
             self.finished.append((request_id, self.error))

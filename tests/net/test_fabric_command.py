@@ -119,6 +119,9 @@ MISTAKES = [
     (["fault", UPLINK, "lost=2"], 2, '"lost=2" is no fault', "loss=SHARE"),
     (["capture", "h9:p0-t0-0", "x.pcap"], 2, "there is no link h9:p0-t0-0", "did you mean"),
     (["exec", "h9", "--", "true"], 2, "there is no node h9", "nodes are"),
+    (["write", "h0:h9"], 2, '"h0:h9" is no pair of hosts', "hosts are h0 to h1"),
+    (["write", "h0:h1", "--size", "x"], 2, "--size: 'x' is not a size", "16M"),
+    (["write", "h0:h1", "h0:h1"], 2, "a pair is given twice", "once"),
     (["up", "--rate", "1k"], 2, "--rate: Input should be greater than or equal to 100000", "--help"),
     (["up", "--rate", "fast"], 2, "--rate: Value error, 'fast' is not a rate", "--help"),
 ]
@@ -138,6 +141,30 @@ def test_what_is_refused_has_changed_nothing(up: Any, capsys: pytest.CaptureFixt
     for words in [*wrong, ["rate=10M", "down", "by=h9"]]:
         assert not emu(capsys, "fault", UPLINK, *words)["ok"]
         assert [end["state"] | {"rate": end["rate_bps"]} for end in ends(emu(capsys, "show")).values()] == before
+
+
+def test_writes_between_hosts_and_what_becomes_of_their_paths(
+    live: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A T1 swallows everything: its EV is told as bad in the document, the table and the picture, the others not."""
+    assert emu(capsys, "up", "--hosts", "1", "--rate", "50M")["ok"]
+    try:
+        assert emu(capsys, "fault", "p1-t1-0", "blackhole")["ok"]
+        answer = emu(capsys, "write", "h0:h1", "h1:h0", "--size", "1M")
+        assert answer["dilation"] == 1
+        for one in answer["writes"]:
+            assert one["equal"] and one["sent"] == 256 and one["retransmitted"] > 0
+        document = emu(capsys, "show", "--svg", str(tmp_path / "fabric.svg"))
+        assert [(pair["src"], pair["dst"]) for pair in document["endpoints"]] == [("h0", "h1"), ("h1", "h0")]
+        for pair in document["endpoints"]:
+            states = {ev["t1"]: ev["state"] for ev in pair["evs"]}
+            assert states == {"p0-t1-0": "good", "p0-t1-1": "good", "p1-t1-0": "assumed bad", "p1-t1-1": "good"}
+        assert main(["fabric", "show", "--name", NAME]) == 0
+        assert "1 good, assumed bad: p1-t1-0" in " ".join(capsys.readouterr().out.split())
+        titles = ElementTree.parse(tmp_path / "fabric.svg").iter("{http://www.w3.org/2000/svg}title")
+        assert [title.text for title in titles].count("0x10000 by p1-t1-0: assumed bad, in reserve") == 2
+    finally:
+        assert emu(capsys, "down")["ok"]
 
 
 def test_a_request_that_nobody_foresaw_does_not_end_the_fabric(up: Any, capsys: pytest.CaptureFixture[str]) -> None:

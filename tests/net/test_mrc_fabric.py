@@ -17,7 +17,6 @@ from scapy.utils import PcapReader
 
 from net.fabric import Fabric
 from net.mrc.frame import DSCP
-from net.mrc.live import LiveEndpoint, host_ports
 from net.mrc.paths import EvState
 from net.switch.model import Cause
 from net.switch.settings import FabricSettings
@@ -39,12 +38,7 @@ class Hosts(Pump):
         self, stack: contextlib.ExitStack, rate_bps: int = RATE, settings: FabricSettings = SETTINGS
     ) -> None:
         self.fabric = fabric = stack.enter_context(Fabric(Topology(2, 2, 2, 2, rate_bps, rate_bps), settings))
-        ends = []
-        for host in range(fabric.topology.hosts):
-            with fabric.inside(f"h{host}"):
-                ports = host_ports(fabric.wiring, host)
-                end = LiveEndpoint(fabric.plan, host, ports, seed=host, rate_bps=rate_bps)
-                ends.append(stack.enter_context(end))
+        ends = [fabric.endpoint(f"h{host}", seed=host) for host in range(fabric.topology.hosts)]
         super().__init__(ends)
 
     def run(self, pairs: Sequence[tuple[int, int]], size: int) -> list[Transfer]:

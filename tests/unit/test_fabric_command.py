@@ -11,7 +11,7 @@ import pytest
 from dpu.errors import EmuError, UsageError
 from emu.cli import main
 from emu.fabric import picture
-from emu.fabric.client import parse_change, table
+from emu.fabric.client import parse_change, states, table
 from emu.fabric.spec import FabricSpec, parse_rate
 from emu.scenario import ScenarioError, load, parse
 
@@ -148,6 +148,50 @@ def test_an_idle_fabric_shows_every_link() -> None:
         ("p0-t0-0", "p0-t1-0"),
         ("p0-t1-0", "p0-t0-0"),
     ]
+
+
+def told(*states: str) -> dict[str, Any]:
+    """What an endpoint in h0 has told: two EVs in each of two planes, in these states; the last one in reserve."""
+    evs = [
+        {"ev": n // 2 << 16 | n % 2, "plane": n // 2, "t1": f"p{n // 2}-t1-{n % 2}", "state": state, "active": n < 3}
+        for n, state in enumerate(states)
+    ]
+    return {"src": "h0", "dst": "h1", "qpn": 256, "age_s": 2.0, "counters": {"sent": 9, "nacks": 1}, "evs": evs}
+
+
+TOLD = told("good", "assumed bad", "skip", "good")
+
+
+def test_entropy_values_are_shown_by_plane() -> None:
+    columns = states({"topology": {"planes": 2}, "endpoints": [TOLD, told(*["denied"] * 4)]}).columns
+    assert [list(column.cells) for column in columns] == [
+        ["h0", "h0"],
+        ["h1", "h1"],
+        ["1 good, assumed bad: p0-t1-1", "denied: p0-t1-0 p0-t1-1"],
+        ["1 good, skip: p1-t1-0", "denied: p1-t1-0 p1-t1-1"],
+        ["9", "9"],
+        ["0", "0"],
+        ["1", "1"],
+        ["2 s ago", "2 s ago"],
+    ]
+
+
+def test_the_picture_has_a_dot_for_each_entropy_value() -> None:
+    topology = {"planes": 2, "t0_per_plane": 1, "t1_per_plane": 2, "hosts_per_t0": 2}
+    root = ElementTree.fromstring(
+        picture.svg({"name": "x", "engine": "kernel", "topology": topology, "links": [], "endpoints": [TOLD]})
+    )
+    dots = list(root.iter(f"{SVG}circle"))
+    assert [dot.find(f"{SVG}title").text for dot in dots] == [  # type: ignore[union-attr]
+        "0x0 by p0-t1-0: good",
+        "0x1 by p0-t1-1: assumed bad",
+        "0x10000 by p1-t1-0: skip",
+        "0x10001 by p1-t1-1: good, in reserve",
+    ]
+    assert [dot.get("fill") == dot.get("stroke") for dot in dots] == [True, True, True, False]
+    assert len({dot.get("stroke") for dot in dots}) == 3
+    height = float(root.get("viewBox", "").split()[3])
+    assert all(float(dot.get("cy", "inf")) + 5 < height for dot in dots)
 
 
 def test_an_unknown_fabric_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
