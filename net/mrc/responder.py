@@ -13,9 +13,9 @@ sent earlier. A packet is judged in this order, and only the last row writes mem
 A cut packet that asked for a SACK gets one, too, about what did arrive. A refused packet takes no PSN: what was
 really sent under that number is still placed when it comes. When everything up to the end of a message is in place, a
 transport acknowledgement says so. Answers take the way back that the endpoint knows (net.mrc.peer).
-Source: OCP-MRC-1.0 sections 5.1, 6.3.1, 7.5.1-7.5.3 through its readers. Ours: when 64 bits do not hold both the
-oldest gap and the packet that triggered it, SACKs report on that packet and, 64 PSNs at a time, on all that has come
-since the gap in turn, so that lost SACKs are made good before what they told of times out.
+Source: OCP-MRC-1.0 sections 5.1, 6.3.1, 7.5.1-7.5.3 through its readers. Ours: when 64 bits do not hold all that
+has come since the oldest gap, SACKs report on it 64 PSNs at a time, in turn with what is around a trigger that lies
+further off, so that lost SACKs are made good before what they told of times out.
 """
 
 from __future__ import annotations
@@ -216,8 +216,11 @@ class Responder:
         self._unreported_packets = self._unreported_bytes = 0
         self.counters["sacks"] += 1
         base = self._expected
-        if trigger is not None and trigger >= base + SACK_BITS:
-            base = trigger - SACK_BEFORE_TRIGGER if self.counters["sacks"] % 2 else self._walk_on()
+        if self._highest >= base + SACK_BITS:
+            if trigger is not None and trigger >= base + SACK_BITS and self.counters["sacks"] % 2:
+                base = trigger - SACK_BEFORE_TRIGGER
+            else:
+                base = self._walk_on()
         bitmap = sum(1 << bit for bit in range(SACK_BITS) if base + bit in self._beyond) if self._beyond else 0
         probe = datagram.message.get(Peth)
         stamp = datagram.message.get(Tseth)

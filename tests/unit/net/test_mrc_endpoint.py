@@ -743,6 +743,18 @@ def test_sacks_report_the_trigger_and_all_since_the_oldest_gap_in_turn() -> None
         expected = base + 64
 
 
+def test_probes_hear_of_all_that_came_since_the_oldest_gap() -> None:
+    """Nothing else may tell of it: two packets call for no SACK, and after a trim the next ones may all be cut."""
+    channel = Channel(always, QpSettings(64, mpr=384))
+    for psn in (1, 70, 200):
+        answer(channel, arriving(psn, r_key=channel.keys[B]))
+    heard: set[int] = set()
+    for _ in range(4):
+        (sent,) = answer(channel, Datagram(A, 1, message(Bth(Opcode.PROBE, dqp=QPNS[B]), Peth())))
+        heard |= set(sent.message.need(Seth).acked())
+    assert heard == {1, 70, 200}
+
+
 def test_lost_sacks_blame_no_path_that_carried_its_packets() -> None:
     """One EV of four swallows data, and for a while no SACK comes back. What the others carried meanwhile is reported
     before it times out, so the dead one alone is left."""
