@@ -47,7 +47,7 @@ def incast(seed: int, variant: Variant) -> Measure:
     lab = Lab(Topology(2, 4, 4, 4, PORT_BPS, PORT_BPS), variant, seed)
     sources = random.Random(seed).sample(range(1, 16), 7)
     streams = [stream for source in sources for stream in lab.stream(source, 0)]
-    return _measure(lab, streams, 1 / 7, 1, 6)
+    return _measure(lab, streams, 1 / 7, 1, 16)
 
 
 def permutation(seed: int, variant: Variant) -> Measure:

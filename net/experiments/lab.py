@@ -4,6 +4,7 @@ Everything is scaled: a port carries 10 Gb/s, a plane's bandwidth-delay product 
 paper's seconds are milliseconds here. What carries over are shares of line rate, counts, and times in base round
 trips. Switch thresholds follow the UET advice: trim at 1 BDP of a plane, on the last hop at 1.5, mark at 0.8, the
 upper end of its range: with a mark at 0.5, a permutation that fills every uplink loses a tenth to skipped turns.
+Hosts take up to a packet's time to answer, at random, as Floyd and Jacobson advise (net.sim.network).
 
 Use: ``lab = Lab(fabric, Variant(), seed=1)``; ``stream = lab.stream(0, 4)``; ``lab.run_to(10)``;
 ``stream.share(2, 10)``; ``lab.check()``.
@@ -116,7 +117,8 @@ class Lab:
         self.fabric = fabric
         self.variant = variant or Variant()
         self.line_bps = fabric.host_rate_bps * fabric.planes * PMTU_BYTES / FRAME_BYTES
-        bare = Settings(delay_ps=DELAY_PS, packet_bytes=FRAME_BYTES)
+        packet_ps = FRAME_BYTES * 8 * 10**12 // fabric.host_rate_bps
+        bare = Settings(delay_ps=DELAY_PS, packet_bytes=FRAME_BYTES, jitter_ps=packet_ps)
         rtt_ps = Network(replace(fabric, planes=1), bare).base_rtt_ps()
         self.base_rtt_ms = rtt_ps / PS_PER_MS
         self.plane_bdp_bytes = fabric.host_rate_bps * rtt_ps // (8 * 10**12)

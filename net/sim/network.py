@@ -40,6 +40,9 @@ class Settings:
     delay_ps: of a link and the switch behind it. packet_bytes: the full-size packet, for base_rtt_ps and histograms.
     ecn_bytes, trim_bytes, last_hop_trim_bytes, limit_bytes, trim_size_bytes: see QueueConfig; never ECN on last hops.
     host_limit_bytes: of a host's own port, which neither marks nor trims.
+    jitter_ps: up to so long, at random, a host takes to answer (what it sends in the priority class). Without it,
+    hosts whose packets keep the same order at a full queue lose again and again, or never (Floyd and Jacobson, On
+    Traffic Phase Effects in Packet-Switched Gateways, 1992).
     """
 
     delay_ps: int = 1_000_000
@@ -50,6 +53,7 @@ class Settings:
     limit_bytes: int = 2_000_000
     trim_size_bytes: int = 128
     host_limit_bytes: int = 1 << 40
+    jitter_ps: int = 0
 
 
 class Packet:
@@ -125,6 +129,7 @@ class Network:
         self._routes: dict[tuple[int, int, int], tuple[PortQueue, ...]] = {}
         self._engines: dict[int, Engine] = {}
         self._wakes: dict[int, int] = {}
+        self._jitter = self.rng("jitter")
         for link in fabric.links():
             for port in (link.lower, link.upper):
                 self._add_port(port, link)
@@ -216,7 +221,11 @@ class Network:
     def _step(self, host: int, received: Sequence[Packet]) -> None:
         step = self._engines[host].step(self.sim.now_ps, received)
         for packet in step.send:
-            self._forward(packet)
+            if packet.priority and self.settings.jitter_ps:
+                at_ps = self.sim.now_ps + self._jitter.randrange(self.settings.jitter_ps)
+                self.sim.at(at_ps, self._forward, packet)
+            else:
+                self._forward(packet)
         if step.wake_ps is None:
             self._wakes.pop(host, None)
         elif self._wakes.get(host) != step.wake_ps:
