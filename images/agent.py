@@ -16,7 +16,7 @@ Requests, each with "id", which the answers carry; an answer with "error" (text)
     ping                                    {}
     exec    argv, stdin: bool               any number of "stream": 1|2 + raw, then "code" or "signal": int
     stdin   target (id of an exec) + raw    {} when the program has taken it, or is over; without raw: end of file
-    kill    target, signal                  {}: for the exec's whole process group
+    kill    target, signal                  {}: for the exec's whole process group; SIGKILL for all its descendants
     open    path, mode: r|w|a, permissions  file
     read    file, size                      raw; none at the end of the file
     write   file + raw                      {}
@@ -219,8 +219,18 @@ class Exec:
 
     def abandon(self) -> None:
         """Kill it and do not wait: in I/O on a device that hangs it may take long to die."""
-        os.killpg(self.pid, SIGKILL)
+        self.kill(SIGKILL)
         self.release()
+
+    def kill(self, number: int) -> None:
+        """Signal its process group; SIGKILL also goes to what has left that, as fio's jobs do."""
+        below = descendants(self.pid) if number == SIGKILL else []  # orphans are nobody's
+        os.killpg(self.pid, number)
+        for pid in below:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
 
     def release(self) -> None:
         for fd in (self.stdin, *self.outputs):
@@ -230,6 +240,21 @@ class Exec:
         self.stdin, self.outputs = -1, {}
         self.drop_input()
         del self.agent.execs[self.request]
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below ``pid``, each after its parent (proc(5): stat)."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        try:
+            with open(f"/proc/{entry}/stat") as file:
+                parents[int(entry)] = int(file.read().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):  # it is over; it is no process
+            pass
+    found = [pid]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
 
 
 class Agent:
@@ -340,7 +365,7 @@ class Agent:
     def kill(self, fields: dict[str, Any], raw: bytes) -> None:
         running = self.execs.get(fields["target"])
         if running is not None:
-            os.killpg(running.pid, fields["signal"])
+            running.kill(fields["signal"])
         self.answer(fields["id"])
 
     def open(self, fields: dict[str, Any], raw: bytes) -> None:
