@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -44,6 +45,9 @@ examples:
   emu run --nvme 1G --workload fio:randread,iodepth=32
   emu run --nvme 4G,backend=file,path=disk.raw --workload verify --workload fs:xfs
   emu run my.toml --dry-run                          the commands only
+  emu run --lab my                                   in a lab that `emu up` has started: its scenario's workloads,
+  emu run --lab my --workload fio:randwrite,bs=64k   these, on every controller or with device=card.fast on that one,
+  emu run --lab my new.toml                          or those of a file
 
 """
 _UP_EXAMPLES = """\
@@ -87,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
     own = [*itertools.takewhile(lambda word: word != "--", words)]
-    as_json, starts_a_lab = "--json" in own, bool({"run", "up", "compare"} & set(own[:1]))
+    in_a_lab = any(word == "--lab" or word.startswith("--lab=") for word in own)
+    as_json, starts_a_lab = "--json" in own, bool({"run", "up", "compare"} & set(own[:1])) and not in_a_lab
     try:
         arguments = _parser().parse_args(words)
         as_json = arguments.json
@@ -167,9 +172,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         add_machine_options(command)
 
-    run = add("run", _run, "Start a lab, run its workloads, report.", _RUN_EXAMPLES)
+    run = add("run", _run, "Start a lab (or take one that is up), run its workloads, report.", _RUN_EXAMPLES)
     add_lab_options(run)
     run.set_defaults(default_workload=["verify"])
+    run.add_argument("--lab", metavar="NAME", help="run only the workloads, in the lab of that name, which is up")
     run.add_argument(
         "--workload",
         action="append",
@@ -181,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--keep", action="store_true", help="leave back-end files and sockets' directory behind")
     run.add_argument("--dry-run", action="store_true", help="print every command, start nothing")
 
-    up = add("up", _up, "Start a lab and leave it up; its workloads are not run.", _UP_EXAMPLES)
+    up = add("up", _up, "Start a lab and leave it up; `emu run --lab NAME` runs its workloads.", _UP_EXAMPLES)
     add_lab_options(up)
     up.set_defaults(workload=[], default_workload=[])
     up.add_argument("--name", help="of the lab (default: the scenario's)")
@@ -274,14 +280,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.lab is not None:
+        return _run_in_lab(arguments)
     from emu.lab import plan, prepare
-    from emu.progress import make, output
-    from emu.report import print_report
-    from emu.report.document import PAGE, REPORT
+    from emu.progress import make
     from emu.run import run_to_report
 
     scenario = _scenario_to_run(arguments)
-    out = arguments.out or Path("out") / f"{scenario.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    out = _out(arguments, scenario.name)
     config = scenario.lab_config(
         qemu=arguments.qemu,
         accel=arguments.accel,
@@ -306,12 +312,72 @@ def _run(arguments: argparse.Namespace) -> int:
         report = run_to_report(scenario, config, progress, out)
     finally:
         progress.close()
-    if arguments.json:
-        _print_json(report.to_json())
+    return _show_report(report.to_json(), out, arguments.json)
+
+
+def _run_in_lab(arguments: argparse.Namespace) -> int:
+    from emu import control
+    from emu.progress import make
+    from emu.report.document import REPORT
+    from emu.scenario import check_workloads
+
+    made = {option: getattr(arguments, option) for option in ("nvme", "qemu", "cold", "keep", "dry_run")}
+    for option, given in {**made, "accel": arguments.accel != "auto"}.items():
+        if given:
+            raise UsageError(f"--{option.replace('_', '-')} does not go with --lab", "the lab is up; leave it out")
+    if arguments.scenario and arguments.workload:
+        raise UsageError("--workload does not go with a scenario", "write it into the scenario, or leave that out")
+    book = control.find(arguments.lab)
+    with control.connect(book, control.ANSWER_LIMIT_S) as lab:
+        scenario = lab.scenario()
+    document = scenario["document"]
+    tables, folder, where = _workloads_of(arguments, document, Path(scenario["folder"]))
+    if not check_workloads(document, tables, folder, where):
+        raise UsageError("there are no workloads to run", "give --workload, or a scenario that has some")
+    out = _out(arguments, arguments.lab)
+    _make_room(out)
+    progress = make()
+    try:
+        if arguments.scenario:
+            progress.note(f"Of {arguments.scenario} only the workloads are taken; lab {arguments.lab} stays as it is")
+        with control.connect(book) as lab:
+            lab.run(tables, folder, out, progress)
+    finally:
+        progress.close()
+    return _show_report(json.loads((out / REPORT).read_text()), out, arguments.json)
+
+
+def _workloads_of(arguments: argparse.Namespace, lab: dict[str, Any], folder: Path) -> tuple[Any, Path, Any]:
+    """Those of a file, of --workload, or the lab's own: tables, the folder of their paths, where each key is."""
+    from emu.scenario import read
+
+    if arguments.scenario:
+        with _scenario_file(arguments.scenario) as path:
+            document, where = read(path)
+            return document.get("workload", []), path.parent, where
+    if arguments.workload:
+        attached = [device for vm in lab.get("vm", {}).values() for device in vm.get("nvme", [])]
+        tables, sources = _workload_tables(arguments.workload, attached)
+        return tables, Path(), lambda path: sources[int(path[1])]
+    return lab.get("workload", []), folder, lambda path: f"lab {arguments.lab}"
+
+
+def _out(arguments: argparse.Namespace, name: str) -> Path:
+    out: Path | None = arguments.out
+    return out or Path("out") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _show_report(report: dict[str, Any], out: Path, as_json: bool) -> int:
+    from emu.progress import output
+    from emu.report import print_report
+    from emu.report.document import PAGE, REPORT
+
+    if as_json:
+        _print_json(report)
     else:
         print_report(report, output())
         print(f"report: {out / REPORT}, {PAGE}")
-    return OK if report.ok else FAILED
+    return OK if report["ok"] else FAILED
 
 
 def _scenario_to_run(arguments: argparse.Namespace) -> Any:
@@ -328,38 +394,27 @@ def _load(name: str, changes: Sequence[str] = ()) -> Any:
     """The scenario in the file ``name``, or the packaged one of that name; ``changes`` as :func:`load` has them."""
     from emu.scenario import load
 
+    with _scenario_file(name) as path:
+        return load(path, changes)
+
+
+def _scenario_file(name: str) -> contextlib.AbstractContextManager[Path]:
+    """The file ``name``, or the packaged scenario of that name, which is a file for as long as that is used."""
+    if Path(name).exists():
+        return contextlib.nullcontext(Path(name))
     packaged = {file.name: file for file in (resources.files("emu") / "scenarios").iterdir()}
-    if not Path(name).exists():
-        if f"{name}.toml" in packaged:
-            with resources.as_file(packaged[f"{name}.toml"]) as path:
-                return load(path, changes)
-        known = ", ".join(sorted(file.removesuffix(".toml") for file in packaged if file.endswith(".toml")))
-        raise UsageError(f"there is no scenario {name}", f"give the path of a file, or a packaged one: {known}")
-    return load(Path(name), changes)
+    if f"{name}.toml" in packaged:
+        return resources.as_file(packaged[f"{name}.toml"])
+    known = ", ".join(sorted(file.removesuffix(".toml") for file in packaged if file.endswith(".toml")))
+    raise UsageError(f"there is no scenario {name}", f"give the path of a file, or a packaged one: {known}")
 
 
 def scenario_of_options(nvme: Sequence[str], workloads: Sequence[str]) -> Any:
     """The scenario that ``--nvme`` and ``--workload`` describe: one VM, one DPU, every workload on every disk."""
     from emu.scenario import check
-    from emu.workloads import WORKLOADS
 
-    sources: list[str] = []  # of each workload, for messages
-    table: list[dict[str, Any]] = []
     names = [f"disk{number}" for number in range(len(nvme))]
-    for text in workloads:
-        head, options = _split_options(text)
-        kind, colon, main = head.partition(":")
-        if colon and kind in WORKLOADS:
-            if not WORKLOADS[kind].main:
-                raise UsageError(f"--workload {text}: {kind} takes nothing after a colon", f"write {kind},KEY=VALUE")
-            if not main:
-                raise UsageError(
-                    f"--workload {text}: nothing follows the colon", f"write {kind}:{WORKLOADS[kind].main.upper()}"
-                )
-            options = {WORKLOADS[kind].main: main, **options}
-        for name in names:
-            table.append({"type": kind, "device": f"card.{name}", **options})
-            sources.append(f"--workload {text}")
+    table, sources = _workload_tables(workloads, [f"card.{name}" for name in names])
     controllers: dict[str, Any] = {}
     for name, text in zip(names, nvme, strict=True):
         size, options = _split_options(text)
@@ -378,6 +433,29 @@ def scenario_of_options(nvme: Sequence[str], workloads: Sequence[str]) -> Any:
     return check(document, "run", Path(), where)
 
 
+def _workload_tables(workloads: Sequence[str], devices: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """What ``--workload`` describes, each on every device unless it names one; and the option of each."""
+    from emu.workloads import WORKLOADS
+
+    tables: list[dict[str, Any]] = []
+    sources: list[str] = []
+    for text in workloads:
+        head, options = _split_options(text)
+        kind, colon, main = head.partition(":")
+        if colon and kind in WORKLOADS:
+            if not WORKLOADS[kind].main:
+                raise UsageError(f"--workload {text}: {kind} takes nothing after a colon", f"write {kind},KEY=VALUE")
+            if not main:
+                raise UsageError(
+                    f"--workload {text}: nothing follows the colon", f"write {kind}:{WORKLOADS[kind].main.upper()}"
+                )
+            options = {WORKLOADS[kind].main: main, **options}
+        for device in [options["device"]] if "device" in options else devices:
+            tables.append({"type": kind, **options, "device": device})
+            sources.append(f"--workload {text}")
+    return tables, sources
+
+
 def _split_options(text: str) -> tuple[str, dict[str, Any]]:
     """ "1G,backend=file,block_size=4096" as ("1G", {"backend": "file", "block_size": 4096})."""
     head, *rest = text.split(",")
@@ -392,12 +470,12 @@ def _split_options(text: str) -> tuple[str, dict[str, Any]]:
 
 def _make_room(out: Path) -> None:
     """Takes away what an earlier run left in ``out``, and only that."""
-    from emu.report.document import PAGE, REPORT, WORKLOADS
+    from emu.report.document import LOGS, PAGE, REPORT, WORKLOADS
 
     if (out / REPORT).is_file():
         (out / REPORT).unlink()
         (out / PAGE).unlink(missing_ok=True)
-        for folder in (WORKLOADS, "lab"):
+        for folder in (WORKLOADS, LOGS):
             shutil.rmtree(out / folder, ignore_errors=True)
 
 
@@ -422,7 +500,7 @@ def _up(arguments: argparse.Namespace) -> int:
             claim=name,
         )
         try:
-            asyncio.run(supervise(config, progress, lambda lab: _say_ready(name, progress, lab)))
+            asyncio.run(supervise(scenario, config, progress, lambda lab: _say_ready(name, progress, lab)))
         except EmuError as error:
             if isinstance(progress, Relay):
                 progress.failed(error)

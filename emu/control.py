@@ -7,13 +7,15 @@
 The socket is ``control`` in the lab's directory. What passes it are the frames of images/agent.py, an object and raw
 bytes: one request per connection, then
 
-    status                            "stream": 1 + raw, a JSON object in pieces, then "code"
+    status | scenario                 "stream": 1 + raw, a JSON object in pieces, then "code"
     type    vm + raw                  "code": typed into the serial console
     exec    vm, argv, stdin: bool     any number of "more": true and of "stream": 1|2 + raw, then "code"
             raw                       input, one piece for each "more" and one to begin with; empty: its end
+    run     workloads, folder, out    any number of "stream": 1 + raw, each one object of emu.progress.Told; then
+                                      "code", and the report is in out
 
 An answer with "error" (message, fix, details, code, usage) is the last. When the caller's connection ends, so does
-its program.
+its program or workload.
 Errors: UsageError for a lab or VM that is not there; EmuError for what goes wrong in it.
 """
 
@@ -25,12 +27,14 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from dpu.errors import EmuError, UsageError
 from emu import ledger
 from emu.guest import GuestError
 from emu.ledger import Book
+from emu.progress import Progress, retell
 from images.agent import JSON_BYTES_MAX, RAW_BYTES_MAX, Parser, pack
 
 SOCKET = "control"
@@ -128,11 +132,23 @@ class Control:
 
     def status(self) -> dict[str, Any]:
         """What ``Supervisor.status`` says."""
+        return self._ask("status")
+
+    def scenario(self) -> dict[str, Any]:
+        """What the lab was made of: its ``name``, the ``document`` as it was read, the ``folder`` of its paths."""
+        return self._ask("scenario")
+
+    def _ask(self, op: str) -> dict[str, Any]:
         text = bytearray()
-        self._send(op="status")
+        self._send(op=op)
         self._follow(None, lambda stream, data: text.extend(data))
-        status: dict[str, Any] = json.loads(text)
-        return status
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+    def run(self, workloads: Sequence[Any], folder: Path, out: Path, progress: Progress) -> None:
+        """Run workloads (tables as in a scenario, paths relative to ``folder``); the report is in ``out`` then."""
+        self._send(op="run", workloads=list(workloads), folder=str(folder.absolute()), out=str(out.absolute()))
+        self._follow(None, lambda stream, data: retell(json.loads(data), progress))
 
     def type(self, vm: str, keys: bytes) -> None:
         """Type into the serial console of ``vm``."""
@@ -195,7 +211,7 @@ class Control:
     def _send(self, raw: bytes = b"", **fields: Any) -> None:
         frame = pack(fields, raw)
         if len(frame) - len(raw) > JSON_BYTES_MAX:
-            raise UsageError("the command line is too long", "put it into a script: `emu cp` takes it to the VM")
+            raise UsageError("the command line is too long", "put it into a file: `emu cp` takes it to the VM")
         try:
             self._sock.sendall(frame)
         except OSError as error:

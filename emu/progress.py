@@ -7,7 +7,8 @@
     progress.close()
 
 A bar on a terminal, a line per step elsewhere. Everything goes to standard error, so that standard output stays the
-command's own (``output()``). Call it from one thread.
+command's own (``output()``). Call it from one thread. Work in another process has ``Told``, and ``retell`` shows what
+it tells: objects {"step", "total"}, {"advance"} and {"note"}.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -64,6 +65,35 @@ class Silent:
 
     def close(self) -> None:
         pass
+
+
+class Told(Silent):
+    """Tells all of it to another process, by ``tell``."""
+
+    def __init__(self, tell: Callable[[dict[str, Any]], object]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def step(self, text: str, total: int | None = None) -> None:
+        self._tell({"step": text, "total": total})
+
+    def advance(self, count: int) -> None:
+        self._tell({"advance": count})
+
+    def note(self, text: str) -> None:
+        super().note(text)
+        self._tell({"note": text})
+
+
+def retell(told: dict[str, Any], progress: Progress) -> None:
+    """Show what a ``Told`` has told."""
+    match told:
+        case {"step": text, "total": total}:
+            progress.step(text, total)
+        case {"advance": count}:
+            progress.advance(count)
+        case {"note": text}:
+            progress.note(text)
 
 
 class Lines(Silent):

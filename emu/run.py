@@ -1,10 +1,12 @@
-"""Runs a scenario: the lab, its workloads one after the other, the report."""
+"""Runs a scenario: the lab, its workloads one after the other, the report. Or only workloads in a lab that is up."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from emu.lab import Lab, LabConfig, prepare
 from emu.paths import cache_dir
 from emu.progress import Progress, Silent
 from emu.report import DpuReport, Report, VmReport, card
+from emu.report.document import LOGS
 from emu.scenario import Scenario, split_device
 from emu.vm import Vm
 from emu.workloads import WORKLOADS, Context, Params, Result
@@ -33,17 +36,45 @@ def run_to_report(scenario: Scenario, config: LabConfig, progress: Progress, out
 
     EmuError when the lab cannot start or the folder cannot be written.
     """
-    report = Report(scenario.name, scenario.to_json(), error="the run has not come to its end")
+    report = Report(scenario.name, scenario.to_json())
+    with _written(report, out):
+        asyncio.run(run(scenario, config, progress, report))
+    return report
+
+
+async def run_in(lab: Lab, scenario: Scenario, progress: Progress, out: Path) -> None:
+    """Runs the workloads of ``scenario`` in ``lab``, which is up and stays so.
+
+    Leaves in ``out`` what :func:`run_to_report` does; the logs in it are the lab's from its beginning until now.
+    """
+    began_s = time.monotonic()
+    stamp = hostinfo.collect(lab.platform.accel, lab.platform.qemu, lab.platform.image.digest)
+    report = Report(scenario.name, scenario.to_json(), host=stamp.to_dict())
+    with _written(report, out):
+        try:
+            await _work(lab, scenario.workloads, progress, report)
+            await lab.collect()
+        finally:
+            report.host = stamp.finished().to_dict()
+            report.notes = list(progress.notes)
+            report.seconds = time.monotonic() - began_s
+            for name in (*lab.vms, *lab.dpus):
+                shutil.copytree(lab.out / name, out / LOGS / name, dirs_exist_ok=True)
+
+
+@contextlib.contextmanager
+def _written(report: Report, out: Path) -> Iterator[None]:
+    """The report is in the folder ``out`` from the beginning, and as it is at the end, however that comes."""
+    report.error = "the run has not come to its end"
     report.write(out)  # also tells the next run that this folder is one of ours
     try:
-        asyncio.run(run(scenario, config, progress, report))
+        yield
         report.error = ""
     except EmuError as error:
         report.error = str(error)
         raise
     finally:
         report.write(out)
-    return report
 
 
 async def run(scenario: Scenario, config: LabConfig, progress: Progress, report: Report) -> None:
@@ -62,16 +93,21 @@ async def run(scenario: Scenario, config: LabConfig, progress: Progress, report:
                 f"Kept: {own} (sockets), {cache_dir('files', own.name)} (files); `emu clean --kept` removes them"
             )
         report.start_seconds = time.monotonic() - began_s
-        view = None if config.fabric is None else lab.fabric_view()
-        report.vms = {name: VmReport(vm.restored) for name, vm in lab.vms.items()}
-        for params in scenario.workloads:
-            report.workloads.append(await run_workload(lab, params, progress))
-        report.dpus = {name: await _dpu_report(dpu) for name, dpu in lab.dpus.items()}
-        if view is not None:
-            report.fabric = compared(view, lab.fabric_view())
+        await _work(lab, scenario.workloads, progress, report)
     report.host = stamp.finished().to_dict()
     report.notes = list(progress.notes)
     report.seconds = time.monotonic() - began_s
+
+
+async def _work(lab: Lab, workloads: Sequence[Params], progress: Progress, report: Report) -> None:
+    """Runs the workloads, and fills ``report`` with what came of them and of the lab's parts."""
+    view = None if lab.config.fabric is None else lab.fabric_view()
+    report.vms = {name: VmReport(vm.restored) for name, vm in lab.vms.items()}
+    for params in workloads:
+        report.workloads.append(await run_workload(lab, params, progress))
+    report.dpus = {name: await _dpu_report(dpu) for name, dpu in lab.dpus.items()}
+    if view is not None:
+        report.fabric = compared(view, lab.fabric_view())
 
 
 async def workload(lab: Lab, kind: str, progress: Progress | None = None, **params: Any) -> Result:

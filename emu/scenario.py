@@ -34,7 +34,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -55,6 +55,8 @@ from emu.workloads.base import BlockDevice
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,15}")
 _SIZE_MAX = 2**63 - 1  # bytes: what off_t can say
+Where = Callable[[KeyPath], str]
+"""Says where a key of a document is, for a person."""
 CONTROLLERS_MAX = 64
 """Of one DPU: what its workers have tables for."""
 
@@ -159,6 +161,8 @@ class Scenario:
     folder: Path = field(default_factory=Path)
     """What the paths in it are relative to."""
     fabric: FabricSpec | None = None
+    document: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """As it was read."""
 
     def lab_config(self, **more: Any) -> LabConfig:
         """The lab of this scenario; ``more`` are other fields of :class:`LabConfig`."""
@@ -226,17 +230,32 @@ def load(path: Path, changes: Sequence[str] = ()) -> Scenario:
 
     ``changes``: values that take the place of the file's, as KEY=VALUE, such as "workload.0.iodepth=64".
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScenarioError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    except UnicodeDecodeError as error:
-        raise ScenarioError([Problem(f"{path}:1", "the file is not UTF-8 text")]) from error
-    return parse(text, str(path), path.parent, changes)
+    document, where = read(path, changes)
+    return check(document, path.stem, path.parent, where)
+
+
+def read(path: Path, changes: Sequence[str] = ()) -> tuple[dict[str, Any], Where]:
+    """What stands in the file ``path``, unchecked, and where each key of it is."""
+    return _document(_text(path), str(path), changes)
 
 
 def parse(text: str, file: str, folder: Path, changes: Sequence[str] = ()) -> Scenario:
     """The scenario in ``text``, which came from ``file`` (for messages)."""
+    document, where = _document(text, file, changes)
+    return check(document, Path(file).stem, folder, where)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ScenarioError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+    except UnicodeDecodeError as error:
+        raise ScenarioError([Problem(f"{path}:1", "the file is not UTF-8 text")]) from error
+
+
+def _document(text: str, file: str, changes: Sequence[str]) -> tuple[dict[str, Any], Where]:
+    """The TOML in ``text``, changed, and where its keys are."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -251,7 +270,7 @@ def parse(text: str, file: str, folder: Path, changes: Sequence[str] = ()) -> Sc
         own = next((change for key, change in changed.items() if path[: len(key)] == key), "")
         return f"--set {own}" if own else f"{file}:{line_of(lines, path)}"
 
-    return check(document, Path(file).stem, folder, where)
+    return document, where
 
 
 def _change(document: dict[str, Any], change: str) -> KeyPath:
@@ -273,13 +292,23 @@ def _change(document: dict[str, Any], change: str) -> KeyPath:
     return path
 
 
-def check(document: Mapping[str, Any], name: str, folder: Path, where: Any) -> Scenario:
+def check(document: Mapping[str, Any], name: str, folder: Path, where: Where) -> Scenario:
     """The scenario in ``document``. ``where(path)`` says where a key is. ScenarioError has every problem."""
     checker = _Checker(document, folder, where)
     scenario = checker.scenario(name)
-    if checker.problems:
-        raise ScenarioError(checker.problems)
+    checker.end()
     return scenario
+
+
+def check_workloads(lab: Mapping[str, Any], tables: Any, folder: Path, where: Where) -> tuple[Params, ...]:
+    """The workloads ``tables`` of a document for a lab that is up; ``lab``: the document that it came from.
+
+    ScenarioError has every problem.
+    """
+    checker = _Checker({**lab, "workload": tables}, folder, where)
+    workloads = tuple(checker.workloads())
+    checker.end()
+    return workloads
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -288,7 +317,7 @@ Model = TypeVar("Model", bound=BaseModel)
 class _Checker:
     """Checks part by part, so that one wrong part does not hide the problems of the others."""
 
-    def __init__(self, document: Mapping[str, Any], folder: Path, where: Any) -> None:
+    def __init__(self, document: Mapping[str, Any], folder: Path, where: Where) -> None:
         self.document = document
         self.folder = folder
         self.where = where
@@ -296,6 +325,11 @@ class _Checker:
 
     def problem(self, path: KeyPath, message: str) -> None:
         self.problems.append(Problem(self.where(path), message))
+
+    def end(self) -> None:
+        """ScenarioError with all that was found, in the order of lines."""
+        if self.problems:
+            raise ScenarioError(sorted(dict.fromkeys(self.problems), key=lambda problem: _line(problem.where)))
 
     def scenario(self, name: str) -> Scenario:
         for key in self.document:
@@ -314,8 +348,7 @@ class _Checker:
         elif not self.document.get("vm"):
             self.problem((), "there is no VM; add a table such as [vm.web]")
         self.check_hosts(vms, fabric)
-        self.problems = sorted(dict.fromkeys(self.problems), key=lambda problem: _line(problem.where))
-        return Scenario(name, vms, dpus, tuple(workloads), self.folder, fabric)
+        return Scenario(name, vms, dpus, tuple(workloads), self.folder, fabric, self.document)
 
     def named_parts(self, kind: str, model: type[Model]) -> dict[str, Model]:
         """The tables ``[kind.NAME]`` that are right."""

@@ -1,6 +1,6 @@
 """The one process of a lab that is up: parent of its QEMUs and daemons, and the socket that others ask.
 
-    await supervise(config, progress, lambda lab: print("ready"))      # until SIGTERM or SIGINT
+    await supervise(scenario, config, progress, lambda lab: print("ready"))      # until SIGTERM or SIGINT
 
 `emu up` runs it in a session of its own; emu/control.py is the other end of the socket and has the requests.
 A guest that reboots gets its agent and its controllers back; a QEMU or dpud that ends stays ended: status says so.
@@ -14,8 +14,10 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
 
 from qemu.qmp import QMPError
 
@@ -24,19 +26,25 @@ from emu.control import SOCKET, encode_error
 from emu.guest import ExecResult
 from emu.lab import Lab, LabConfig, prepare
 from emu.paths import socket_path
-from emu.progress import Progress
+from emu.progress import Progress, Told
+from emu.run import run_in
+from emu.scenario import Scenario, check_workloads
 from emu.vm import Vm
 from images.agent import FRAME_BYTES_MAX, RAW_BYTES_MAX, Parser, pack
 
+_T = TypeVar("_T")
 _UNREAD_BYTES_MAX = 16 * RAW_BYTES_MAX  # of a caller that is slower than its program
 
 
-async def supervise(config: LabConfig, progress: Progress, ready: Callable[[Lab], None]) -> None:
-    """Start the lab of ``config``, call ``ready``, and serve until this task is cancelled; then end the lab."""
+async def supervise(scenario: Scenario, config: LabConfig, progress: Progress, ready: Callable[[Lab], None]) -> None:
+    """Start the lab of ``config``, call ``ready``, and serve until this task is cancelled; then end the lab.
+
+    ``scenario``: whose lab it is, for its workloads.
+    """
     platform = prepare(config, progress)
     async with Lab(config, platform, progress) as lab:
         assert lab.ledger is not None
-        supervisor = Supervisor(lab)
+        supervisor = Supervisor(lab, scenario)
         server = await asyncio.start_unix_server(supervisor.serve, socket_path(lab.ledger.directory, SOCKET))
         followers = [asyncio.ensure_future(supervisor.follow(vm)) for vm in lab.vms.values()]
         ready(lab)
@@ -52,8 +60,10 @@ async def supervise(config: LabConfig, progress: Progress, ready: Callable[[Lab]
 class Supervisor:
     """Serves the requests of a lab."""
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, scenario: Scenario) -> None:
         self.lab = lab
+        self.scenario = scenario
+        self._working = False  # workloads run
         self.callers: set[asyncio.Task[Any]] = set()
         self._there = {name: asyncio.Event() for name in lab.vms}  # cleared from a guest's reset until it is back
         for event in self._there.values():
@@ -99,9 +109,12 @@ class Supervisor:
     async def _answer(self, fields: dict[str, Any], raw: bytes, frames: _Frames, writer: asyncio.StreamWriter) -> int:
         match fields:
             case {"op": "status"}:
-                text = json.dumps(self.status()).encode()
-                for start in range(0, len(text), RAW_BYTES_MAX):
-                    writer.write(pack({"stream": 1}, text[start : start + RAW_BYTES_MAX]))
+                _write_json(writer, self.status())
+            case {"op": "scenario"}:
+                about = {"name": self.scenario.name, "folder": str(self.scenario.folder.absolute())}
+                _write_json(writer, {**about, "document": self.scenario.document})
+            case {"op": "run", "workloads": list(workloads), "folder": str(folder), "out": str(out)}:
+                await _for_caller(self._run(workloads, Path(folder), Path(out), writer), _listen(frames))
             case {"op": "type", "vm": str(vm)}:
                 await self._vm(vm).type(raw)
             case {"op": "exec", "vm": str(vm), "argv": list(argv), "stdin": bool(stdin)}:
@@ -126,10 +139,6 @@ class Supervisor:
                 yield piece
                 writer.write(pack({"more": True}))
 
-        async def listen() -> None:
-            async for _, piece in frames:
-                pieces.put_nowait(piece)
-
         def forward(stream: int, data: bytes) -> Any:
             writer.write(pack({"stream": stream}, data))
             return writer.drain() if writer.transport.get_write_buffer_size() > _UNREAD_BYTES_MAX else None
@@ -139,17 +148,21 @@ class Supervisor:
             source = input() if stdin else None
             return await vm.exec(argv, timeout_s=math.inf, input=source, on_output=forward, keep_output=False)
 
-        running = asyncio.ensure_future(run())
-        listening = asyncio.ensure_future(listen())
+        return (await _for_caller(run(), _listen(frames, pieces.put_nowait))).code
+
+    async def _run(self, tables: list[Any], folder: Path, out: Path, writer: asyncio.StreamWriter) -> None:
+        """Workloads, one after the other; the report is in ``out``."""
+        if self._working:
+            raise UsageError(f"lab {self.lab.config.claim} runs workloads already", "wait for their end")
+        workloads = check_workloads(self.scenario.document, tables, folder, lambda path: "workload")
+        progress = Told(lambda told: writer.write(pack({"stream": 1}, json.dumps(told).encode())))
+        self._working = True
         try:
-            await asyncio.wait((running, listening), return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                raise ConnectionResetError("the caller is gone")
-            return running.result().code
+            for there in self._there.values():
+                await there.wait()
+            await run_in(self.lab, replace(self.scenario, workloads=workloads), progress, out)
         finally:
-            for task in (running, listening):
-                task.cancel()
-            await asyncio.gather(running, listening, return_exceptions=True)
+            self._working = False
 
     # -- status
 
@@ -177,6 +190,32 @@ class Supervisor:
                 for name, dpu in lab.dpus.items()
             },
         }
+
+
+async def _for_caller(work: Coroutine[Any, Any, _T], listening: Coroutine[Any, Any, None]) -> _T:
+    """What ``work`` returns; when the caller goes, which ends ``listening``, it is cancelled."""
+    tasks = asyncio.ensure_future(work), asyncio.ensure_future(listening)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ConnectionResetError("the caller is gone")
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _listen(frames: _Frames, take: Callable[[bytes], None] = lambda piece: None) -> None:
+    """Until the caller goes; ``take`` gets what it sends."""
+    async for _, piece in frames:
+        take(piece)
+
+
+def _write_json(writer: asyncio.StreamWriter, value: Any) -> None:
+    text = json.dumps(value).encode()
+    for start in range(0, len(text), RAW_BYTES_MAX):
+        writer.write(pack({"stream": 1}, text[start : start + RAW_BYTES_MAX]))
 
 
 def _fabric_status(lab: Lab) -> dict[str, Any] | None:

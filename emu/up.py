@@ -4,8 +4,8 @@
     for name, lab in status_of(control.labs()).items(): ...
     end(book)
 
-The supervisor tells its progress through a pipe, one JSON object a line: {"step", "total"}, {"advance"}, {"note"},
-and at last {"ready"} or {"failed"}. ``Relay`` writes them, ``start`` reads them.
+The supervisor tells its progress through a pipe, one JSON object a line, and at last {"ready"} or {"failed"}.
+``Relay`` writes them, ``start`` reads them.
 Errors: those of the lab that does not start. A supervisor that does not end is killed, and what it leaves removed.
 """
 
@@ -28,7 +28,7 @@ from emu import ledger
 from emu.control import ANSWER_LIMIT_S, connect, decode_error, encode_error
 from emu.lab import Lab
 from emu.ledger import Book
-from emu.progress import Progress, Silent
+from emu.progress import Progress, Told, retell
 from emu.units import plural
 
 END_LIMIT_S = 60.0
@@ -43,27 +43,17 @@ def lab_name(wish: str | None, scenario: str) -> str:
     return made or "lab"
 
 
-class Relay(Silent):
+class Relay(Told):
     """Progress for whoever holds the other end of the pipe ``fd``; nobody may."""
 
     def __init__(self, fd: int) -> None:
-        super().__init__()
+        super().__init__(self._write)
         os.set_inheritable(fd, False)
         self._fd = fd
 
-    def step(self, text: str, total: int | None = None) -> None:
-        self._tell(step=text, total=total)
-
-    def advance(self, count: int) -> None:
-        self._tell(advance=count)
-
-    def note(self, text: str) -> None:
-        super().note(text)
-        self._tell(note=text)
-
     def failed(self, error: EmuError) -> None:
         """The lab has not come up."""
-        self._tell(failed=encode_error(error))
+        self._write({"failed": encode_error(error)})
 
     def ready(self, lab: Lab) -> None:
         """The lab is up. What this process says from now on goes into a log of its own."""
@@ -71,10 +61,10 @@ class Relay(Silent):
         for fd in (1, 2):
             os.dup2(log, fd)
         os.close(log)
-        self._tell(ready=True)
+        self._write({"ready": True})
         os.close(self._fd)
 
-    def _tell(self, **line: Any) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the caller of `emu up` is gone; the lab comes up without it
             os.write(self._fd, (json.dumps(line) + "\n").encode())
 
@@ -118,16 +108,12 @@ def _follow(pipe: Any, progress: Progress) -> bool:
     """Show the progress in ``pipe``; True when the lab is ready, False when the pipe ends before."""
     for line in pipe:
         match json.loads(line):
-            case {"step": text, "total": total}:
-                progress.step(text, total)
-            case {"advance": count}:
-                progress.advance(count)
-            case {"note": text}:
-                progress.note(text)
             case {"failed": error}:
                 raise decode_error(error)
             case {"ready": _}:
                 return True
+            case told:
+                retell(told, progress)
     return False
 
 

@@ -19,6 +19,7 @@ SCHEMA = 1
 REPORT = "report.json"
 PAGE = "report.html"
 WORKLOADS = "workloads"
+LOGS = "lab"
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Report:
                     below.mkdir(parents=True, exist_ok=True)
                     (below / name).write_bytes(content)
             folder.mkdir(parents=True, exist_ok=True)
-            links = [str(path.relative_to(folder)) for below in (WORKLOADS, "lab") for path in _files(folder / below)]
+            links = [str(path.relative_to(folder)) for below in (WORKLOADS, LOGS) for path in _files(folder / below)]
             for name, text in ((PAGE, page(document, links)), (REPORT, json.dumps(document, indent=2) + "\n")):
                 write_whole(folder / name, text)
         except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 
 import pytest
@@ -55,6 +56,19 @@ def test_standard_output_is_left_to_the_command(capsys: pytest.CaptureFixture[st
     said = capsys.readouterr()
     assert said.out == ""
     assert "Unpacking" in said.err
+
+
+def test_what_is_told_to_another_process_is_shown_there() -> None:
+    there = progress.Lines(io.StringIO(), interval_s=0.0)
+    lines: list[str] = []
+    here = progress.Told(lambda told: lines.append(json.dumps(told)))
+    _work(here)
+    for line in lines:
+        progress.retell(json.loads(line), there)
+    direct = progress.Lines(io.StringIO(), interval_s=0.0)
+    _work(direct)
+    assert there._stream.getvalue() == direct._stream.getvalue() != ""  # type: ignore[attr-defined]
+    assert here.notes == there.notes == ["took [tcg]"]
 
 
 def test_quick_work_is_not_worth_a_word() -> None:

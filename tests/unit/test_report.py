@@ -46,7 +46,7 @@ def report() -> Report:
 
 def table(of: Report) -> list[str]:
     console = Console(file=io.StringIO(), width=160)
-    print_report(of, console)
+    print_report(of.to_json(), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 

@@ -164,6 +164,23 @@ def test_exec_says_where_words_go(arguments: list[str], said: str, capsys: pytes
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lab", "no"], "there is no lab no\n  fix: up are: one, two"),
+        (["--lab", "one", "--cold"], "--cold does not go with --lab"),
+        (["--lab", "one", "--accel", "tcg"], "--accel does not go with --lab"),
+        (["--lab", "one", "--dry-run"], "--dry-run does not go with --lab"),
+        (["x.toml", "--lab", "one", "--workload", "verify"], "--workload does not go with a scenario"),
+    ],
+)
+def test_run_in_a_lab_takes_it_as_it_is(
+    two_labs: dict[str, Book], arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_status_of_labs_that_do_not_answer() -> None:
     labs = {"a": {"state": "starting", "pid": 1}, "b": {"state": "crashed", "pid": 2}}
     assert status_text(labs).splitlines() == [

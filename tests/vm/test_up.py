@@ -139,6 +139,39 @@ def test_exec_streams_and_its_end_is_the_program_s_end(emu: Emu, lab: Any) -> No
     emu("exec", "web", "--", "sh", "-c", gone)
 
 
+def test_workloads_run_in_it(emu: Emu, lab: Any, tmp_path: Path) -> None:
+    """Those of a file; with the report that `emu run` makes. The lab stays, whatever becomes of them."""
+    fio = '[[workload]]\ntype = "fio"\nrw = "write"\nsize = "1M"\nnsid = 2\n'
+    (tmp_path / "more.toml").write_text(f"[vm.other]\n{fio}")
+    report = emu.json("run", "--lab", "my", str(tmp_path / "more.toml"), "--out", str(tmp_path / "out"))
+    (done,) = report["workloads"]
+    assert report["ok"] and (done["vm"], done["device"]) == ("web", "card.a")
+    assert done["card"]["io"]["bytes_written"] == 1 << 20 and done["card"]["complete"]
+    (params,) = report["scenario"]["workload"]
+    assert (params["nsid"], list(report["scenario"]["vm"])) == (2, ["web"])
+    left = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    logs = {"web/console.log", "web/dmesg.txt", "web/qemu.log", "web/qemu.txt", "card/dpud.log"}
+    assert left >= {"report.json", "report.html", "workloads/01-fio/fio.json", *(f"lab/{name}" for name in logs)}
+
+    (tmp_path / "wrong.toml").write_text(f"{fio}{fio}nsid = 3\n".replace("nsid = 2\nnsid", "nsid"))
+    wrong = emu("run", "--lab", "my", str(tmp_path / "wrong.toml"), code=2).stderr.decode()
+    assert f'{tmp_path}/wrong.toml:10: controller "card.a" has namespaces 1 to 2' in wrong
+    assert b"there are no workloads to run" in emu("run", "--lab", "my", code=2).stderr
+
+    endless = ["--workload", "fio:randread,runtime=1h", "--out", str(tmp_path / "endless")]
+    with emu.popen("run", "--lab", "my", *endless) as running:
+        emu("exec", "web", "--", "sh", "-c", "until pidof fio; do sleep 0.05; done")
+        assert b"my runs workloads already" in emu("run", "--lab", "my", "--workload", "fio:read", code=2).stderr
+        running.send_signal(signal.SIGINT)
+        _, complaint = running.communicate(timeout=60)
+        assert running.returncode == 130 and complaint.endswith(b"emu: interrupted\n")
+    emu("exec", "web", "--", "sh", "-c", "while pidof fio; do sleep 0.05; done")
+    assert json.loads((tmp_path / "endless/report.json").read_text())["error"] == "the run has not come to its end"
+    reads = ["--workload", "fio:read,size=1M,device=card.a", "--out", str(tmp_path / "again")]
+    again = emu.json("run", "--lab", "my", *reads)
+    assert again["ok"] and again["workloads"][0]["card"]["io"]["bytes_read"] == 1 << 20
+
+
 def test_cp_both_ways(emu: Emu, lab: Any, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     (tree / "below").mkdir(parents=True)
