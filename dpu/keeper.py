@@ -25,6 +25,7 @@ import errno
 import logging
 import os
 import selectors
+import shutil
 import signal
 import socket
 import time
@@ -36,7 +37,7 @@ from dpu import killpoint, worker_process
 from dpu.channel import ConfigStore, Packet, close_fds
 from dpu.connection import Connection, ConnectionLost
 from dpu.errors import EmuError
-from dpu.listener import Listener, listen
+from dpu.listener import Listener, listen, private_directory
 from dpu.vfio_user import keeping
 from dpu.worker_process import WATCH_TICKS, Child, ForkServer, State, Worker
 
@@ -253,6 +254,7 @@ class Keeper:
             child.close()
         for client in self._clients.values():
             client.close()
+        shutil.rmtree(private_directory(self._rpc.path), ignore_errors=True)
         close_fds([*self._stash.values(), self._config, self._spare_fd])
         self._selector.close()
 

@@ -36,6 +36,11 @@ class Listener:
                 os.unlink(self.path)
 
 
+def private_directory(path: str) -> str:
+    """The directory, beside its RPC socket ``path``, of what dies with a daemon; made by whoever needs it."""
+    return f"{path}.volumes"
+
+
 def listen(path: str) -> Listener:
     """Listen at ``path``, mode 0600; a socket file that nobody listens at any more is replaced.
 

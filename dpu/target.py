@@ -51,6 +51,10 @@ from dpu.nvme.io import erase
 from dpu.nvme.wire import NSID_LOCATION, Status
 from dpu.rpc.logs import Logs
 from dpu.trace import ENTRIES_MAX, FORMATS, Part, commands
+from dpu.volumes.group import Group
+from dpu.volumes.interface import VolumeHost
+from dpu.volumes.lvols import Lvols
+from dpu.volumes.volume import Volume
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +82,12 @@ _NQN_DOMAIN = re.compile(
 )
 
 
-class Host(Protocol):
+class Host(VolumeHost, Protocol):
     """What the target needs of the worker it runs in. Owner: dpu/worker.py."""
+
+    @property
+    def directory(self) -> str:
+        """A directory of this daemon's own, for what does not outlive it; it need not be there yet."""
 
     def stash(self, key: str, fd: int) -> None:
         """Have the keeper hold a duplicate of ``fd`` (the caller keeps its own) under ``key``."""
@@ -381,6 +389,7 @@ class Target:
         self.bdevs: dict[str, Backend] = {}
         self.transport: Transport | None = None
         self.subsystems: dict[str, Subsystem] = {}
+        self.lvols = Lvols(self)
         self.iostat = IoStat()
         self.logs = Logs()
         self.calls: list[dict[str, Any]] = []  # of dpu.startup, still to be made
@@ -402,7 +411,8 @@ class Target:
             "calls": self.calls,
             "logs": self.logs.to_config(),
             "malloc_count": self._malloc_count,
-            "bdevs": [backend.to_config() for backend in self.bdevs.values()],
+            "bdevs": [one.to_config() for one in self.bdevs.values() if not isinstance(one, Volume)],
+            "groups": self.lvols.to_config(),
             "transport": vars(self.transport) if self.transport else None,
             "subsystems": [subsystem.to_config() for subsystem in self.subsystems.values()],
             "iostat": self.iostat.to_config(),
@@ -434,6 +444,7 @@ class Target:
                 backend_type = BACKENDS[row["type"]]
                 backend = backend_type.from_config(row, fds.pop(stash_key(row["name"]), -1))
                 self.bdevs[row["name"]] = backend
+            self.lvols.from_config(config["groups"], fds)
             self.transport = Transport(**config["transport"]) if config["transport"] else None
             for row in config["subsystems"]:
                 self.subsystems[row["nqn"]] = self._subsystem_from_config(row)
@@ -441,7 +452,7 @@ class Target:
                 marks_fd = fds.pop(marks_key(backend.name), -1)
                 if marks_fd >= 0:
                     backend.marks = Marks(marks_fd)
-                    self._fit_marks(backend)
+                    self.fit_marks(backend)
             self.iostat.from_config(config["iostat"])
             self._retired = set(config["retired"])
             self._managed = {client: (sequence, result) for client, sequence, result in config["managed"]}
@@ -472,16 +483,25 @@ class Target:
                     item["made"],
                 )
                 for item in row["namespaces"]
+                if self._there(row["nqn"], item)
             },
             listeners={listener.key: listener for listener in listeners},
             lives={int(cntlid): _life(life) for cntlid, life in row["lives"].items()},
         )
+
+    def _there(self, nqn: str, namespace: dict[str, Any]) -> bool:
+        """Whether its back end is there; a volume is not when its group could not be adopted."""
+        if (name := namespace["bdev_name"]) in self.bdevs:
+            return True
+        log.error("namespace %d of %s is gone with its bdev %s", namespace["nsid"], nqn, name)
+        return False
 
     async def recover(self, listeners: Mapping[str, str]) -> None:
         """``listeners``: key -> path that the keeper has. Closes those that no subsystem names."""
         for key in list(listeners):
             if self.subsystem_of(key) is None:
                 await self._quietly(self.host.unlisten(key), f"close listener {key}")
+        await self.lvols.start()
 
     def subsystem_of(self, listener_key: str) -> Subsystem | None:
         """Whom a client that came by this listener talks to; None when the listener is gone."""
@@ -494,6 +514,7 @@ class Target:
     def _change(self) -> Iterator[None]:
         """Change the tables inside; leaving commits them. An exception puts them back as they were."""
         saved = copy.copy(self.bdevs), self.transport, copy.copy(self.subsystems), self._malloc_count
+        groups = dict(self.lvols.groups)
         managed = dict(self._managed)
         inner = {nqn: (dict(one.by_nsid), dict(one.listeners)) for nqn, one in self.subsystems.items()}
         try:
@@ -502,7 +523,7 @@ class Target:
             self.host.commit(self.to_config())
         except BaseException:
             self.bdevs, self.transport, self.subsystems, self._malloc_count = saved
-            self._managed = managed
+            self._managed, self.lvols.groups = managed, groups
             for nqn, (by_nsid, listeners) in inner.items():
                 self.subsystems[nqn].by_nsid, self.subsystems[nqn].listeners = by_nsid, listeners
             raise
@@ -536,7 +557,7 @@ class Target:
     def saved(self, subsystem: str) -> list[dict[str, Any]]:
         """The calls that make a bare daemon's ``subsystem`` ("bdev" or "nvmf") what this one's is."""
         if subsystem == "bdev":
-            rows = [backend.creation() for backend in self.bdevs.values()]
+            rows = [one.creation() for one in self.bdevs.values() if not isinstance(one, Volume)]
         elif subsystem == "nvmf":
             rows = []
             if self.transport is not None:
@@ -551,8 +572,8 @@ class Target:
     # -- bdevs
 
     def find_bdev(self, name: str) -> Backend | None:
-        """By name, or by the alias that every bdev has, its UUID."""
-        backend = self.bdevs.get(name)
+        """By name, or by the alias that every bdev has, its UUID; a volume's is GROUP/VOLUME."""
+        backend = self.bdevs.get(name) or self.lvols.find(name)
         if backend is None:
             backend = next((one for one in self.bdevs.values() if str(one.uuid) == name.lower()), None)
         return backend
@@ -567,7 +588,7 @@ class Target:
         ]
 
     def _claimed(self, backend: Backend) -> bool:
-        return bool(self._users(backend))
+        return bool(self._users(backend)) or self.lvols.claims(backend)
 
     def describe_bdev(self, backend: Backend) -> dict[str, Any]:
         return {**backend.describe(), "claimed": self._claimed(backend)}
@@ -643,7 +664,9 @@ class Target:
         try:
             # A disk may take its time to answer: nothing waits for it but this call.
             opened = await asyncio.to_thread(make)
-            return await self._add_bdev(None, None, lambda: opened)
+            await self._add_bdev(None, None, lambda: opened)
+            await self.lvols.examine(opened)
+            return opened.name
         finally:
             self._opening.discard(name)
 
@@ -686,17 +709,39 @@ class Target:
             backend = self.find_bdev(name)
             if backend is None or type(backend) is not kind:
                 raise os_error(errno.ENODEV)
-            users = self._users(backend)
+            self.lvols.forget(backend)
+            group = self.lvols.group_on(backend)
+            if group is None:
+                await self._remove_bdevs([backend])
+            else:
+                with group.closing("the removal of its bdev"):
+                    await self.lvols.leave(group, [backend])
+            self._release(backend)
+            await self.host.settled()  # else the keeper may hold the file or device for a moment longer
+            return True
+
+    async def _remove_bdevs(self, gone: Sequence[Backend], group: Group | None = None) -> None:
+        """Take back ends, and a group, out of the configuration, with namespaces on them. The lock is held."""
+        users = [user for backend in gone for user in self._users(backend)]
+        with self._change():
+            for subsystem, nsid in users:
+                del subsystem.by_nsid[nsid]
+            for backend in gone:
+                del self.bdevs[backend.name]
+            if group is not None:
+                del self.lvols.groups[group.uuid]
+        for subsystem, nsid in users:
+            await self.host.namespace_changed(subsystem, nsid)
+        self.iostat.keep(self.bdevs)
+
+    async def _remove_users(self, backend: Backend) -> None:
+        """Remove the namespaces on a back end. The lock is held."""
+        if users := self._users(backend):
             with self._change():
                 for subsystem, nsid in users:
                     del subsystem.by_nsid[nsid]
-                del self.bdevs[backend.name]
             for subsystem, nsid in users:
                 await self.host.namespace_changed(subsystem, nsid)
-            self._release(backend)
-            self.iostat.keep(self.bdevs)
-            await self.host.settled()  # else the keeper may hold the file or device for a moment longer
-            return True
 
     async def resize_null(self, name: str, new_size: int) -> bool:
         """``new_size`` in MiB."""
@@ -716,6 +761,8 @@ class Target:
             check_geometry(backend.block_size, num_blocks)
             if num_blocks == before:
                 return True
+            if num_blocks < before and self.lvols.claims(backend):
+                raise os_error(errno.EBUSY, f"there are volumes on bdev {backend.name}")
             users = self._users(backend)
             for nqn in {subsystem.nqn for subsystem, _ in users}:
                 await stack.enter_async_context(self.host.paused(self.subsystems[nqn]))
@@ -725,7 +772,7 @@ class Target:
             except BaseException:
                 backend.num_blocks = before
                 raise
-            self._fit_marks(backend)
+            self.fit_marks(backend)
             for subsystem, nsid in users:
                 await self.host.namespace_changed(subsystem, nsid)
             return True
@@ -893,7 +940,9 @@ class Target:
             if backend is None:
                 raise invalid(f"no bdev {bdev_name!r}")
             if self._claimed(backend):
-                raise invalid(f"bdev {bdev_name!r} is a namespace already")
+                raise invalid(f"bdev {bdev_name!r} is a namespace already, or holds volumes")
+            if isinstance(backend, Volume) and backend.being_deleted:
+                raise invalid(f"bdev {bdev_name!r} is being deleted")
             free = (one for one in range(1, subsystem.max_namespaces + 1) if one not in subsystem.by_nsid)
             nsid = nsid or next(free, 0)
             if not 1 <= nsid <= subsystem.max_namespaces or nsid in subsystem.by_nsid:
@@ -1040,7 +1089,7 @@ class Target:
                 await self.host.namespace_changed(subsystem, nsid)
                 killpoint("namespace_told")
 
-    def _fit_marks(self, backend: Backend) -> None:
+    def fit_marks(self, backend: Backend) -> None:
         """Marks for as many blocks as there are now; nobody looks at them meanwhile."""
         users = self._users(backend)
         blocks = users[0][0].by_nsid[users[0][1]].num_blocks if users else backend.num_blocks

@@ -26,6 +26,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import socket
 import struct
 import sys
@@ -44,6 +45,7 @@ from dpu.fastpath.poller import NAP_US, QUIET_US, SPIN_PASSES, Poller, compile_a
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
 from dpu.iostat import Row
+from dpu.listener import private_directory
 from dpu.nvme.controller import State
 from dpu.rpc.dispatcher import Dispatcher
 from dpu.rpc.methods import dispatcher
@@ -95,9 +97,11 @@ class Worker:
         """Serve until the keeper closes the channel."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self.channel.fileno(), self._readable)
+        loop.add_signal_handler(signal.SIGTERM, self._ended.set)
         self._beat()
         self.channel.send("ready", pid=os.getpid())
         await self._ended.wait()
+        await self.target.lvols.commit()
 
     def _beat(self) -> None:
         self.health.beat()
@@ -312,19 +316,25 @@ class Worker:
         return [client for client in self.clients.values() if client.plane.poller is poller]
 
     @property
+    def directory(self) -> str:
+        return private_directory(str(self._rpc_socket.getsockname()))
+
+    @property
     def poller_count(self) -> int:
         return len(self._cpus) or 1
 
     async def volume_changed(self, volume: Backend) -> None:
         """As VolumeHost's."""
-        for client in self._open_clients():
-            changed = client.plane.nsids_of(volume)
-            if changed:
-                async with client.plane.quiet(control=False):
-                    for nsid in changed:
-                        client.plane.set_size(nsid)
-                for nsid in changed:
-                    self._tell(client, nsid)
+        serving = [(client, nsid) for client in self._open_clients() for nsid in client.plane.nsids_of(volume)]
+        async with contextlib.AsyncExitStack() as stack:
+            for client in {client for client, _ in serving}:
+                await stack.enter_async_context(client.plane.quiet(control=False))
+            self.target.fit_marks(volume)
+            for client, nsid in serving:
+                client.plane.set_size(nsid)
+                client.plane.set_marks(nsid)
+        for client, nsid in serving:
+            self._tell(client, nsid)
 
     @contextlib.asynccontextmanager
     async def quiet(self, area: Area) -> AsyncIterator[None]:

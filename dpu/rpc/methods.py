@@ -5,7 +5,7 @@ Parameters of SPDK's that this target cannot follow are taken where they change 
 ``spdk-rpc``, which sends them with their neutral values, works. ``_hint`` marks those that tune SPDK's own
 memory and have no counterpart here; they are taken with any value.
 Ours beside SPDK's: ``dpu_get_stats``, ``dpu_trace_*``, ``nvmf_ns_attach_controller`` and its opposite, and
-``cache_mode`` of ``bdev_aio_create``.
+``cache_mode`` of ``bdev_aio_create``; ``base_bdevs`` and ``metadata_filename`` of ``bdev_lvol_create_lvstore``.
 Source: SPDK's JSON-RPC documentation; PyPI ``spdk`` 26.9 for what a client sends; recorded answers for the
 rest.
 """
@@ -47,6 +47,7 @@ from dpu.trace import ENTRIES, FORMATS
 # The SPDK release whose dialect this is.
 SPDK_MAJOR, SPDK_MINOR = 26, 5
 
+LONG_S = 24 * 3600.0
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGQUIT")
 
 
@@ -68,6 +69,8 @@ _LEVEL = Param("level", one_of(*LEVELS), required=True)
 _FLAG = Param("flag", one_of(*FLAGS, "all"), required=True)
 _TGT_NAME = Param("tgt_name", only("nvmf_tgt"), ignored=True)
 _NQN = Param("nqn", string, required=True)
+_STORE = (Param("uuid", string), Param("lvs_name", string))
+_RENAME = (Param("old_name", string, required=True), Param("new_name", string, required=True))
 _ATTACHMENT = (
     _NQN,
     Param("nsid", u32, required=True),
@@ -104,6 +107,7 @@ def dispatcher(target: Target) -> Dispatcher:
 def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method]:
     """The rows, bound to ``target``."""
     table: dict[str, Method] = {}
+    lvols = target.lvols
 
     async def get_methods(current: bool, include_aliases: bool) -> list[str]:
         return [row.name for row in table.values() if not current or state() in row.when]
@@ -321,6 +325,56 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
             ),
         ),
         Method("bdev_aio_delete", delete_file, (_name(),)),
+        Method(
+            "bdev_lvol_create_lvstore",
+            lvols.create_store,
+            (
+                Param("bdev_name", string, required=True),
+                Param("lvs_name", string, required=True),
+                Param("cluster_sz", u32),
+                Param("clear_method", one_of("none", "unmap", "write_zeroes"), default="unmap"),
+                _hint("num_md_pages_per_cluster_ratio"),
+                _hint("md_page_size"),
+                Param("base_bdevs", strings, default=()),
+                Param("metadata_filename", string),
+            ),
+            timeout_s=_long,
+        ),
+        Method("bdev_lvol_delete_lvstore", lvols.delete_store, _STORE, timeout_s=_long),
+        Method("bdev_lvol_rename_lvstore", lvols.rename_store, _RENAME),
+        Method("bdev_lvol_grow_lvstore", lvols.grow_store, _STORE),
+        Method("bdev_lvol_get_lvstores", lvols.get_stores, _STORE),
+        Method("bdev_lvol_get_lvols", lvols.get_lvols, (Param("lvs_uuid", string), Param("lvs_name", string))),
+        Method(
+            "bdev_lvol_create",
+            lvols.create,
+            (
+                Param("lvol_name", string, required=True),
+                Param("size_in_mib", u64, required=True),
+                Param("thin_provision", boolean, default=False),
+                *_STORE,
+                Param("clear_method", one_of("none", "unmap", "write_zeroes", "default"), ignored=True),
+            ),
+            timeout_s=_long,
+        ),
+        Method(
+            "bdev_lvol_snapshot",
+            lvols.snapshot,
+            (Param("lvol_name", string, required=True), Param("snapshot_name", string, required=True)),
+        ),
+        Method(
+            "bdev_lvol_clone",
+            lvols.clone,
+            (Param("snapshot_name", string, required=True), Param("clone_name", string, required=True)),
+        ),
+        Method("bdev_lvol_rename", lvols.rename, _RENAME),
+        Method(
+            "bdev_lvol_resize", lvols.resize, (_name(), Param("size_in_mib", u64, required=True)), timeout_s=_long
+        ),
+        Method("bdev_lvol_inflate", lvols.inflate, (_name(),), timeout_s=_long),
+        Method("bdev_lvol_decouple_parent", lvols.decouple_parent, (_name(),), timeout_s=_long),
+        Method("bdev_lvol_set_read_only", lvols.set_read_only, (_name(),)),
+        Method("bdev_lvol_delete", lvols.delete, (_name(),), timeout_s=_long),
         Method("bdev_aio_rescan", rescan_file, (_name(),)),
         Method(
             "bdev_uring_create",
@@ -456,6 +510,11 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
     ]
     table.update((row.name, row) for row in rows)
     return table
+
+
+def _long(params: Mapping[str, Any]) -> float:
+    """Of calls that may copy or clear much: the client decides how long it waits."""
+    return LONG_S
 
 
 def _flags(name: str) -> frozenset[str]:

@@ -331,9 +331,16 @@ class Spdk(Client):
     # -- logical volumes
 
     def bdev_lvol_create_lvstore(
-        self, *, bdev_name: str, lvs_name: str, cluster_sz: int | None = None, clear_method: str | None = None
+        self,
+        *,
+        bdev_name: str,
+        lvs_name: str,
+        cluster_sz: int | None = None,
+        clear_method: str | None = None,
+        base_bdevs: list[str] | None = None,
+        metadata_filename: str | None = None,
     ) -> str:
-        """``cluster_sz`` in bytes; its UUID."""
+        """``cluster_sz`` in bytes; its UUID. The last two are ``dpud``'s alone."""
         return self._do(
             str,
             "bdev_lvol_create_lvstore",
@@ -341,6 +348,8 @@ class Spdk(Client):
             lvs_name=lvs_name,
             cluster_sz=cluster_sz,
             clear_method=clear_method,
+            base_bdevs=base_bdevs,
+            metadata_filename=metadata_filename,
         )
 
     def bdev_lvol_delete_lvstore(self, *, uuid: str | None = None, lvs_name: str | None = None) -> bool:

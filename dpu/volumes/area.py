@@ -74,7 +74,8 @@ class Area:
 
     ``group``, ``backings``, ``volumes``, ``roots``, ``leaf_epochs``, ``leaf_states``, ``cluster_states``, ``leaves``:
     the parts (see dpu.layout). ``address``: of the GROUP_LOCAL record, for the compiled stage. ``gate``: of control's
-    threads. ``lock``, ``newcomers``: of Worker.quiet; the planes that have come while it lasts.
+    threads. ``lock``, ``newcomers``: of Worker.quiet; the planes that have come while it lasts. ``taken``: told of
+    records that were drained.
     """
 
     def __init__(self, fd: int) -> None:
@@ -82,6 +83,7 @@ class Area:
         self.gate = Gate()
         self.lock = asyncio.Lock()
         self.newcomers: list[Any] | None = None
+        self.taken: Callable[[Any], None] = lambda records: None
         self._mapping = Mapping(fd, layout.GROUP_BYTES)
         self.host = self._mapping.host
         part = self._part
@@ -277,6 +279,7 @@ class Area:
         if head != tail:
             self._apply(records)
             store_u64(ring + RING_HEAD, tail)
+            self.taken(records)
         return records
 
     def _records(self, ring: int) -> Any:

@@ -13,7 +13,7 @@ import socket
 import threading
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NotRequired, Union, get_args, get_origin, is_typeddict
 
@@ -210,10 +210,34 @@ def life(card: Spdk, vfu: Path, image: Path) -> set[str]:
     do("nvmf_delete_subsystem", nqn=NQN)
     for kind, name in (("malloc", "m"), ("null", "n"), ("uring", "u")):
         do(f"bdev_{kind}_delete", name=name)
+    volumes(do)
     answers = card.batch([("bdev_null_create", {"name": "a", "num_blocks": 8, "block_size": 512})] * 2)
     assert answers[0] == "a" and isinstance(answers[1], RpcError) and answers[1].code == -17
     assert card.batch([]) == []
     return made
+
+
+def volumes(do: Callable[..., Any]) -> None:
+    """The life of a group and its volumes."""
+    do("bdev_malloc_create", num_blocks=65536, block_size=512, name="base")
+    group = do("bdev_lvol_create_lvstore", bdev_name="base", lvs_name="old", cluster_sz=1 << 20)
+    assert do("bdev_lvol_rename_lvstore", old_name="old", new_name="lvs") is True
+    do("bdev_lvol_grow_lvstore", lvs_name="lvs")
+    assert do("bdev_lvol_get_lvstores", uuid=group)[0]["name"] == "lvs"
+    volume = do("bdev_lvol_create", lvol_name="a", size_in_mib=4, uuid=group, thin_provision=True)
+    snapshot = do("bdev_lvol_snapshot", lvol_name="lvs/a", snapshot_name="s")
+    do("bdev_lvol_clone", snapshot_name=snapshot, clone_name="c")
+    do("bdev_lvol_rename", old_name="lvs/c", new_name="d")
+    do("bdev_lvol_resize", name="lvs/d", size_in_mib=8)
+    do("bdev_lvol_decouple_parent", name="lvs/d")
+    do("bdev_lvol_inflate", name="lvs/d")
+    do("bdev_lvol_set_read_only", name="lvs/d")
+    assert do("bdev_get_bdevs", name="lvs/d")[0]["num_blocks"] == 16384
+    about = {one["name"]: one for one in do("bdev_lvol_get_lvols", lvs_name="lvs")}
+    assert about.keys() == {"a", "s", "d"} and about["a"]["uuid"] == volume and about["a"]["is_clone"]
+    do("bdev_lvol_delete", name="lvs/d")
+    do("bdev_lvol_delete_lvstore", lvs_name="lvs")
+    do("bdev_malloc_delete", name="base")
 
 
 @pytest.fixture

@@ -29,7 +29,10 @@ class _Running:
 
 
 class Load:
-    """`blocks` from `first` on are owned by this load; `blocks_max` bounds one command."""
+    """`blocks` from `first` on are owned by this load; `blocks_max` bounds one command.
+
+    `trims`: Deallocate zeroes. It is advice, and a volume does not take it for a part of a cluster that it shares.
+    """
 
     def __init__(
         self,
@@ -43,9 +46,10 @@ class Load:
         blocks: int = 4096,
         blocks_max: int = 16,
         seed: int = 1,
+        trims: bool = True,
     ) -> None:
         self.nvme, self.queue, self.nsid, self.depth = nvme, queue, nsid, depth
-        self.block, self.first, self.blocks_max = block, first, blocks_max
+        self.block, self.first, self.blocks_max, self.trims = block, first, blocks_max, trims
         self.model = bytearray(blocks * block)
         self.rng = random.Random(seed)
         self.busy = bytearray(blocks)
@@ -104,6 +108,8 @@ class Load:
     def _fill(self) -> None:
         while len(self.running) < self.depth and self.queue.space():
             operation = self.rng.choices(OPERATIONS, WEIGHTS)[0]
+            if operation == "trim" and not self.trims:
+                operation = "zeroes"
             place = self._place()
             if place is None:
                 return

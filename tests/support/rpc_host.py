@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -19,12 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpu.backends import Backend, MemoryBackend
 from dpu.errors import RpcError
 from dpu.iostat import Row
 from dpu.rpc.methods import dispatcher
 from dpu.rpc.server import Server
 from dpu.target import Subsystem, Target
 from dpu.trace import Part
+from dpu.volumes.area import Area
 
 
 class Killed(BaseException):
@@ -38,6 +41,7 @@ class Kept:
     stash: dict[str, int] = field(default_factory=dict)
     sockets: dict[str, tuple[str, socket.socket]] = field(default_factory=dict)
     config: str = "{}"
+    directory: tempfile.TemporaryDirectory[str] = field(default_factory=tempfile.TemporaryDirectory)
 
     def fds(self) -> set[int]:
         return {*self.stash.values(), *(sock.fileno() for _, sock in self.sockets.values())}
@@ -61,6 +65,31 @@ class FakeHost:
         self.refuse_namespaces = False
         self.commit_error: Exception | None = None
         self.stopped = threading.Event()
+
+    @property
+    def directory(self) -> str:
+        return self.kept.directory.name
+
+    @property
+    def poller_count(self) -> int:
+        return 1
+
+    def memory_of(self, backend: MemoryBackend) -> int:
+        return 0
+
+    @contextlib.asynccontextmanager
+    async def quiet(self, area: Area) -> AsyncIterator[None]:
+        self.step(("quiet",))
+        yield
+
+    async def grace(self) -> None:
+        await asyncio.sleep(0)
+
+    async def settled_volumes(self, area: Area) -> None:
+        await asyncio.sleep(0)
+
+    async def volume_changed(self, volume: Backend) -> None:
+        self.step(("volume_changed", volume.name))
 
     def step(self, what: Any) -> None:
         if self.dead or self.steps == self.kill_at:
