@@ -175,20 +175,24 @@ def _watch(arguments: argparse.Namespace) -> None:
         while True:
             time.sleep(arguments.watch)
             after = ask(arguments.name, "show")[0]
-            live.update(shown(picture.compared(before, after)), refresh=True)
+            live.update(shown(picture.compared(before, after), busy=True), refresh=True)
             before = after
 
 
-def table(document: Document) -> Table:
-    """Each direction of each link."""
+def table(document: Document, *, busy: bool = False) -> Table:
+    """Each direction of each link; ``busy``: of those that carry nothing and have no fault only the number."""
     shown = Table(box=None, pad_edge=False, header_style="bold", title=_title(document), title_justify="left")
     shown.add_column("from")
     shown.add_column("to")
-    for column in ("rate", "used", "packets", "marked", "trimmed", "first", "dropped", "lifted"):
+    for column in ("rate", "used", "packets", "marks", "trims", "first", "lost", "lifted"):
         shown.add_column(column, justify="right")
     shown.add_column("faults")
+    quiet = 0
     for link in document["links"]:
         for end, other in zip(link["ends"], reversed(link["ends"])):
+            if busy and not end["utilisation"] and not end["state"]:
+                quiet += 1
+                continue
             packets, faults = end["packets"], end["faults"]
             offered = sum(packets.values())
             now = ", ".join(name if name == "down" else f"{name} {share:g}" for name, share in end["state"].items())
@@ -198,12 +202,15 @@ def table(document: Document) -> Table:
                 *map(str, (picture.dropped(packets), faults["lift"] + faults["reorder"])),
                 now,
             )
+    if quiet:
+        shown.caption, shown.caption_justify = f"{plural(quiet, 'direction')} quiet", "left"
     return shown
 
 
-def shown(document: Document) -> RenderableType:
-    """The links, and below them what endpoints have told."""
-    return Group(table(document), "", states(document)) if document["endpoints"] else table(document)
+def shown(document: Document, *, busy: bool = False) -> RenderableType:
+    """What endpoints have told, which a small terminal is not to cut off, and the links."""
+    links = table(document, busy=busy)
+    return Group(states(document), "", links) if document["endpoints"] else links
 
 
 def states(document: Document) -> Table:

@@ -1,7 +1,7 @@
 """Where live endpoints tell the states of their entropy values, for who shows a fabric: a file each in one folder.
 
 Use: ``Board(folder, host=0).post(endpoint)`` now and then; ``read(folder)`` from any process.
-Limits: a queue pair is told once it has sent something. What nobody has told for a minute is forgotten.
+Limits: a queue pair is told once it has sent something. What nobody has told for an hour is forgotten.
 Errors: none; a folder that has gone is the end of a fabric, and nobody looks any more.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from net.mrc.endpoint import Endpoint, QueuePair
 
-FORGOTTEN_S = 60.0
+FORGOTTEN_S = 3600.0
 
 
 class Board:

@@ -30,6 +30,7 @@ from emu.supervisor import Supervisor
 from emu.up import status_text
 from emu.vm import Platform
 from tests.net.frames import until
+from tests.net.transfers import MIB, Pump, Transfer
 
 NAME = f"test-{os.getpid()}"
 UPLINK = "p0-t0-0:p0-t1-0"
@@ -236,6 +237,15 @@ def test_a_labs_fabric_answers_too(live: None, capsys: pytest.CaptureFixture[str
         assert emu(capsys, "fault", UPLINK, "loss=0.5")["ok"]
         assert lab.fabric.state(UPLINK) == {"loss": 0.5}
         assert "lab" in emu(capsys, "down")["error"]["message"]
+        assert lab.holder.show({})["endpoints"] == []
+        pump = Pump([lab.fabric.endpoint(host) for host in ("h0", "h1")])
+        transfer = Transfer(pump, 0, 1, MIB)
+        pump.until(transfer.done)
+        for end in pump.ends:
+            end.close()
+        [pair] = lab.holder.show({})["endpoints"]  # what the lab's report has of it
+        assert (pair["src"], pair["dst"], pair["counters"]["sent"]) == ("h0", "h1", MIB // 4096)
+        assert {ev["t1"]: ev["state"] for ev in pair["evs"]} == {"p0-t1-0": "good", "p0-t1-1": "good"}
     finally:
         lab.close()
         book.close()

@@ -194,6 +194,17 @@ def test_the_picture_has_a_dot_for_each_entropy_value() -> None:
     assert all(float(dot.get("cy", "inf")) + 5 < height for dot in dots)
 
 
+def test_a_live_table_leaves_out_what_is_quiet() -> None:
+    one, other = idle("p0-t0-0"), idle("p0-t1-0")
+    links = [
+        {"name": "h0:p0-t0-0", "plane": 0, "ends": [{**idle("h0"), "utilisation": 0.001}, idle("p0-t0-0")]},
+        {"name": "p0-t0-0:p0-t1-0", "plane": 0, "ends": [{**one, "state": {"loss": 0.1}}, other]},
+    ]
+    topology = {"planes": 1, "t0_per_plane": 1, "t1_per_plane": 1, "hosts_per_t0": 1}
+    shown = table({"name": "x", "engine": "kernel", "topology": topology, "links": links}, busy=True)
+    assert (list(shown.columns[0].cells), shown.caption) == (["h0", "p0-t0-0"], "2 directions quiet")
+
+
 def test_an_unknown_fabric_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
