@@ -29,7 +29,6 @@ Source: packet(7); net.mrc.frame for the frames; Gupta et al., To Infinity and B
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import random
 import select
@@ -225,7 +224,8 @@ class LiveEndpoint:
             self.starved_ns += max(0, now_ns - self._wake_ns - self._slack_ns)
         for item in self.engine.run(now_ns // self.dilation, self._arrived(now_ns)):
             if isinstance(item, Burst):
-                for entropy, frame in zip(item.entropies, self._addressing.encode_burst(item)):
+                frames = list(self._addressing.encode_burst(item))  # kernel and interpreter share caches: one, then
+                for entropy, frame in zip(item.entropies, frames):
                     self._put(entropy, frame)
             else:
                 self._put(item.entropy, self._addressing.encode(item))
@@ -274,8 +274,10 @@ class LiveEndpoint:
         return self._reception.datagrams(read)
 
     def _put(self, entropy: int, frame: bytes) -> None:
-        with contextlib.suppress(OSError):  # lost like any other: the port is down, or its queue full
+        try:
             self._sockets[plane_of(entropy)].send(frame)
+        except OSError:
+            pass  # lost like any other: the port is down, or its queue full
 
 
 def poll_all(endpoints: Sequence[LiveEndpoint], timeout_s: float = 0) -> list[tuple[LiveEndpoint, Completion]]:

@@ -309,9 +309,12 @@ class Requestor:
 
     def _burst(self, now_ns: int, request: Request, evs: list[int]) -> Burst:
         offset, size, first = request.offset, self.settings.pmtu_bytes, self._next
+        size_bytes = frame_bytes(Opcode.WRITE_MIDDLE, 1, size + -size % 4)
         for ev in evs:
-            number, sent = self._add(request, size, ev)
-            self._launch(now_ns, number, sent)
+            sent = self._outstanding[self._next] = _Sent(request, request.offset, size, size_bytes, ev)
+            self._launch(now_ns, self._next, sent)
+            self._next += 1
+            request.offset += size
         self.counters["sent"] += len(evs)
         bth, headers, _ = self._message(first, self._outstanding[first], ask=False, stamp=sent.stamp)
         return Burst(self.identity.peer, evs, Message(bth, headers, request.data[offset : request.offset]), size)
@@ -379,7 +382,8 @@ class Requestor:
         """A packet is in flight from now on."""
         self._order += 1
         sent.order = self._order
-        self._ports.take(self.paths.plane(sent.ev), now_ns, sent.size_bytes)
+        if self._ports.limited:
+            self._ports.take(self.paths.plane(sent.ev), now_ns, sent.size_bytes)
         if not self.inflight_bytes:
             self._news_ns = now_ns
         self.inflight_bytes += sent.size_bytes
@@ -388,7 +392,8 @@ class Requestor:
 
     def _set_timer(self, deadline_ns: int, order: int, number: int) -> None:
         """At the end, where nearly all belong."""
-        timer, later = (deadline_ns, order, number), []
+        timer = deadline_ns, order, number
+        later = []
         while self._timers and self._timers[-1] > timer:
             later.append(self._timers.pop())
         self._timers.append(timer)
