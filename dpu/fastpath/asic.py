@@ -340,11 +340,15 @@ def walk_prps(c: Any, local: Any, sqe: Any, length: int, rights: int, out: int) 
 
 
 @inlined
-def map_lookup(ns: Any, lba: int, size: int, write: bool) -> int:
-    """Host address of bytes from a logical block on, the one place where a block's home is looked up; 0 is a miss."""
+def map_lookup(ns: Any, local: Any, lba: int, size: int, write: bool) -> int:
+    """Host address of bytes from a logical block on, the one place where a block's home is looked up; 0 is a miss.
+
+    A large map is not in the cache: what the next entry of the queue asks for is fetched while this one is copied.
+    """
     if ns.kind == KIND_MEMORY:
         return ns.host + (lba << ns.shift)
     if ns.kind == KIND_VOLUME:
+        soc.look_ahead(ns, load_u64(local.sq_host + 64 * local.sq_head + 40))  # CDW10 and 11
         return soc.find(ns, lba << ns.shift, size, write)
     return 0
 
@@ -637,7 +641,7 @@ def transfer(p: Any, c: Any, slot: int, entry: Any, ns: Any, lba: int, blocks: i
     if count < 0:
         return -count
     segments = view(out, SEGMENTS, SEGMENT)
-    host = map_lookup(ns, lba, length, op == _WRITE)
+    host = map_lookup(ns, local, lba, length, op == _WRITE)
     if host:
         for i in range(count):
             size = segments[i].length

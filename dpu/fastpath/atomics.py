@@ -118,6 +118,19 @@ def _copy(typingctx: Any, target: Any, source: Any, count: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        for_reading, keep, data = word(0), word(3), word(1)
+        builder.call(function, [builder.inttoptr(args[0], pointer), for_reading, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def _swap_u64(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -183,6 +196,10 @@ def pause() -> None:
     """Tell the processor that this is a waiting loop."""
 
 
+def prefetch(address: int) -> None:
+    """Have the processor read a line into its cache; any address will do."""
+
+
 def ticks() -> int:
     """The processor's time stamp counter; its rate is :func:`ticks_per_second`'s."""
     return time.perf_counter_ns()
@@ -218,6 +235,7 @@ if JIT:
     overload(swap_u64)(
         lambda address, expected, value: lambda address, expected, value: _swap_u64(address, expected, value)
     )
+    overload(prefetch)(lambda address: lambda address: _prefetch(address))
     overload(add_u64)(lambda address, value: lambda address, value: _add_u64(address, value))
     overload(fence)(lambda: lambda: _fence())
     overload(pause)(lambda: lambda: _pause())

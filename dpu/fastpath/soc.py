@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpu.fastpath.atomics import add_u64, copy, load_u64, store_u64, swap_u64, view
+from dpu.fastpath.atomics import add_u64, copy, load_u64, prefetch, store_u64, swap_u64, view
 from dpu.fastpath.jit import compiled, inlined
 from dpu.fastpath.rings import kill_at, ring_drop, ring_peek, ring_push
 from dpu.fastpath.system import fill
@@ -92,6 +92,17 @@ def look_up(g: Any, v: Any, index: int) -> int:
     if leaf == 0:
         return 0
     return load_u64(g.leaves + LEAF_BYTES * leaf + 8 * (index & (LEAF_ENTRIES - 1)))
+
+
+@inlined
+def look_ahead(ns: Any, lba: int) -> None:
+    """Have the entry of a block, which may be any number, come into the cache while something else is done."""
+    g = view(ns.group, 1, GROUP_LOCAL)[0]
+    v = view(ns.volume, 1, VOLUME)[0]
+    index = lba << ns.shift >> g.cluster_shift
+    if 0 <= index < v.clusters:
+        leaf = load_u64(g.roots + 8 * (v.root + (index >> LEAF_BITS)))
+        prefetch(g.leaves + LEAF_BYTES * leaf + 8 * (index & (LEAF_ENTRIES - 1)))
 
 
 @inlined
