@@ -154,3 +154,13 @@ def test_a_slowdown_of_5_percent_is_found_and_none_is_invented(tmp_path: Path) -
     assert has_trials(results, 20, 24)
     assert results["slowed"]["verdicts"].get("worse", 0) >= 19, results["slowed"]["ratio"]
     assert results["A/A"]["verdicts"].get("same", 0) >= 19, results["A/A"]["ratio"]
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="the guest's side is compiled by gcc")
+def test_volumes(tmp_path: Path) -> None:
+    results = bench("volumes", tmp_path)
+    for part in ("written", "soc"):
+        for row in results[part].values():
+            assert is_spread(row["ratio"]) and is_spread(row["iops"])
+    assert is_spread(results["first"]["iops"])
+    assert all(row["map_bytes"] >= 8 * int(count) for count, row in results["lookup"].items())
