@@ -250,13 +250,16 @@ class Health:
     """Heartbeats of one worker: u64 words in a memfd of 4096 bytes.
 
     Word 0 belongs to the control thread, word 1 + i to poller i, word 60 is the number of pollers. A word
-    is alive while it changes; the value means nothing.
+    is alive while it changes; the value means nothing. Word 64 + i names the client that the owner of word i
+    serves, word 61 the one whose task has failed; 0: none.
     """
 
     BYTES = 4096
     CONTROL = 0
     FIRST_POLLER = 1
     POLLERS = 60
+    FAULT = 61
+    SERVING = 64
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, self.BYTES)
@@ -275,8 +278,21 @@ class Health:
 
     def snapshot(self) -> tuple[int, ...]:
         """The words that must move now: control, then each poller."""
-        pollers = min(self.words[self.POLLERS], self.POLLERS - self.FIRST_POLLER)
-        return tuple(self.words[: self.FIRST_POLLER + pollers])
+        return tuple(self.words[: self._alive()])
+
+    def suspects(self, stuck: int | None = None) -> list[int]:
+        """The clients that a worker which has died was busy with, the likeliest first.
+
+        Control serves several at a time and names one of them, so pollers come first.
+
+        :param stuck: the word of ``snapshot`` whose owner it was
+        """
+        owners = [*range(self.FIRST_POLLER, self._alive()), self.CONTROL] if stuck is None else [stuck]
+        words = [self.FAULT] if self.words[self.FAULT] else [self.SERVING + owner for owner in owners]
+        return [client for word in words if (client := self.words[word])]
+
+    def _alive(self) -> int:
+        return self.FIRST_POLLER + min(self.words[self.POLLERS], self.POLLERS - self.FIRST_POLLER)
 
     def close(self) -> None:
         """Unmap."""

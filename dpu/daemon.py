@@ -93,7 +93,8 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=5,
         metavar="N",
-        help="give up after N workers in a row that died within 5 s; 0: never (default 5)",
+        help="after N workers in a row that died within 5 s, cut off the guest that all of them died of, or give up; "
+        "0: never (default 5)",
     )
     options.add_argument("--ready-fd", type=int, metavar="FD", help="write one byte to FD when ready, and close it")
     options.add_argument("--version", action="version", version=f"dpud {_version()}")

@@ -15,7 +15,8 @@ Use: ``Keeper(rpc_socket, ...).run()`` in the main thread; returns when asked to
 worker's ``stop``).
 Parameters: see ``Keeper``. Limits: CLIENTS_MAX connections; see dpu/vfio_user/keeping.py for one of them.
 Errors: EmuError when the RPC socket cannot be made or no worker ever comes up. A client's fault ends at most
-its own connection; a worker's fault ends the worker.
+its own connection; a worker's fault ends the worker. When each of ``crash_limit`` workers in a row dies soon and
+while it serves the same client, that client is cut off and the others go on.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Client:
     """One connection and what it has set up.
 
     ``wanted``: the worker has asked for the next message, and does not peek until that has been answered.
+    ``cut_off``: workers died of it, so no other one is to take it up.
     """
 
     number: int
@@ -86,6 +88,7 @@ class Client:
     seq: int = 0
     wanted: bool = False
     taken: Taken | None = None
+    cut_off: bool = False
 
     @property
     def reading(self) -> bool:
@@ -143,6 +146,7 @@ class Keeper:
         self._spawned = 0
         self._generation = 0
         self._quick_deaths = 0
+        self._suspects: list[int] = []  # clients that each of them was busy with
         self._failed_starts = 0
         self._spawn_at_s: float | None = 0.0
         self._tick_at_s = 0.0
@@ -354,6 +358,7 @@ class Keeper:
             fds=[client.connection.fileno()],
             listener=client.listener,
             taking=client.wanted or client.taken is not None,
+            cut_off=client.cut_off,
         )
         for region in client.tables.regions:
             about("dma", fds=[] if region.fd is None else [region.fd], **region.numbers())
@@ -368,6 +373,7 @@ class Keeper:
         self._no_interest(worker.pidfd)
         if worker.channel_open:
             self._no_interest(worker.channel.fileno())
+        suspects = worker.health.suspects(worker.stuck)
         worker.close()
         if worker is not self._serving:
             self._standby = None
@@ -378,7 +384,7 @@ class Keeper:
             self._death = (worker.pid, how, ended_s)
         else:  # the pause that it was to end goes on
             log.warning("worker %d died (%s) before it served", worker.pid, how)
-        self._count_death(worker.state is State.UP and ended_s - worker.since_s >= QUICK_DEATH_S)
+        self._count_death(worker.state is State.UP and ended_s - worker.since_s >= QUICK_DEATH_S, suspects)
         if not self.broken:
             self._promote()
             if self._serving is None and not self._expecting:
@@ -396,13 +402,36 @@ class Keeper:
     def _spawn_after(self, failures: int) -> None:
         self._spawn_at_s = time.monotonic() + _BACKOFF_S[max(0, min(failures, len(_BACKOFF_S) - 1))]
 
-    def _count_death(self, lived_long: bool) -> None:
+    def _count_death(self, lived_long: bool, suspects: Sequence[int] = ()) -> None:
         self._quick_deaths = 0 if lived_long else self._quick_deaths + 1
+        others = suspects if self._quick_deaths <= 1 else self._suspects
+        self._suspects = [number for number in suspects if number in others]
         if not self._crash_limit or self._quick_deaths < self._crash_limit or self.broken:
             return
         if self._on_ready is not None:
             raise EmuError(f"no worker came up in {self._quick_deaths} tries", "its errors are in the log above")
-        self._break()
+        guilty = next((client for number in self._suspects if (client := self._clients.get(number))), None)
+        if guilty is None or guilty.cut_off:
+            self._break()
+        else:
+            self._cut_off(guilty)
+
+    def _cut_off(self, client: Client) -> None:
+        """End the connection of a client that workers die of; no worker takes it up again."""
+        log.critical(
+            "client %d of %s is cut off: %d workers in a row died while they served it. The others go on. Find the "
+            "cause above",
+            client.number,
+            client.listener,
+            self._quick_deaths,
+        )
+        client.cut_off = True
+        self._quick_deaths = 0
+        if client.taken:
+            close_fds(client.taken.message.fds)
+            client.taken = None
+        if client.connection.open:
+            self._lost(client, "workers died of it")
 
     def _watch_worker(self, now_s: float) -> None:
         worker = self._serving
@@ -413,6 +442,7 @@ class Keeper:
         elif worker.state is State.UP:
             stuck = worker.watchdog.stuck(worker.health.snapshot())
             if stuck is not None:
+                worker.stuck = stuck
                 worker.kill("watchdog: control" if stuck == 0 else f"watchdog: poller {stuck - 1}")
 
     # -------------------------------------------------------------------------------- channel to the worker

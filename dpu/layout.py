@@ -281,6 +281,7 @@ CONTROLLER: Final = _words(
     "live",
     "busy",  # ticks: when it had something to do last
     "index",
+    "client",  # its number at the keeper
     "state",  # address of the state area
     "bar",  # address of the doorbell page
     "seen",  # address of the doorbells that count: the same page, or those of what control has copied (dpu.remote)
@@ -329,6 +330,7 @@ POLLER: Final = _words(
     "control_fd",  # eventfd: wakes control
     "wake_fd",  # eventfd: wakes this poller
     "health",  # address of the heartbeat word
+    "serving",  # address of the word with the client that is being served
     "misses",  # ring poller -> control: commands for control
     "updates",  # ring control -> poller: commands that control has executed
     "errors",  # ring poller -> control of ERROR_RECORD: failed I/O commands, for the error log

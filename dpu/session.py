@@ -12,6 +12,7 @@ Use: ``Client(worker, number, listener, socket_fd, subsystem)``; ``adopt`` for o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import logging
@@ -19,14 +20,14 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from dpu import layout
-from dpu.channel import Packet
+from dpu.channel import Health, Packet
 from dpu.clock import RealClock
 from dpu.dma import DmaMessages
 from dpu.dma import View as MemoryView
@@ -109,6 +110,7 @@ class Client:
             worker.memory_of,
             self.subsystem.max_namespaces,
         )
+        self.plane.record.client = self.number
         listener = self.subsystem.listeners[self.listener]
         self.view = View(worker.target, self.subsystem, listener.cntlid, self.number)
         self.plane.memory.allow_unsealed = listener.allow_unsealed_memory
@@ -150,6 +152,10 @@ class Client:
 
     def restore(self, version: bytes) -> None:
         """Take over from another worker, with guest memory and vectors in place already; before ``start``."""
+        with self._served():
+            self._restore(version)
+
+    def _restore(self, version: bytes) -> None:
         if version:
             self.session.restore(version)
         data = self.plane.store.load()
@@ -190,7 +196,17 @@ class Client:
             raise
         except BaseException:
             log.exception("client %d: fault", self.number)
+            self.worker.health.words[Health.FAULT] = self.number
             os._exit(70)
+
+    @contextlib.contextmanager
+    def _served(self) -> Iterator[None]:
+        """Whatever ends the worker inside is probably about this client (dpu.keeper)."""
+        self.worker.health.words[Health.SERVING] = self.number
+        try:
+            yield
+        finally:
+            self.worker.health.words[Health.SERVING] = 0
 
     async def close(self) -> None:
         """Take the controller away from its poller and release everything that is the client's.
@@ -265,7 +281,8 @@ class Client:
             self._seq = packet.fields["seq"]
             self._changed = False
             replayed = self._seq <= self.applied
-            reply = await self.session.handle(packet.raw, packet.fds, replayed=replayed)
+            with self._served():
+                reply = await self.session.handle(packet.raw, packet.fds, replayed=replayed)
             if self._changed:
                 self.applied = self._seq
                 self.commit()
@@ -450,7 +467,8 @@ class Client:
                 continue  # a controller reset has dropped it
             self.plane.stamp(slot, "taken")
             generation, sequence = self.plane.generation, int(entry.sequence)
-            completion = await self._execute_admin(slot)
+            with self._served():
+                completion = await self._execute_admin(slot)
             if self.plane.generation != generation or entry.sequence != sequence:
                 continue
             self.commit([] if completion is None else [(slot, completion)])
@@ -472,14 +490,15 @@ class Client:
             self.worker.prepare_marks(self.subsystem, int(self.plane.inflight[slot].sqe.nsid))
         durable = bool(self.plane.record.write_through)
         completion: Completion | None
-        if (volume := self.plane.asks_for(slot)) is not None:
-            completion = await io.see_to(volume, self.plane.poller.number, *self.plane.wants(slot))
-        elif self.plane.remote:
-            view = MemoryView(self.plane.memory, self.dma)
-            work = partial(io.execute, sqe, view, self.subsystem, durable)
-            completion = await self._flushed(view, await view.run(work))
-        else:
-            completion = await io.execute(sqe, self.plane.memory, self.subsystem, durable)
+        with self._served():
+            if (volume := self.plane.asks_for(slot)) is not None:
+                completion = await io.see_to(volume, self.plane.poller.number, *self.plane.wants(slot))
+            elif self.plane.remote:
+                view = MemoryView(self.plane.memory, self.dma)
+                work = partial(io.execute, sqe, view, self.subsystem, durable)
+                completion = await self._flushed(view, await view.run(work))
+            else:
+                completion = await io.execute(sqe, self.plane.memory, self.subsystem, durable)
         if self.plane.generation != generation:
             return
         if completion is None:

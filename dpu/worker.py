@@ -25,6 +25,7 @@ import gc
 import itertools
 import json
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -257,6 +258,7 @@ class Worker:
         for i, cpu in enumerate(self._cpus or [-1]):
             ring = self._ring(i)
             address = int(words.ctypes.data) + 8 * (Health.FIRST_POLLER + i)
+            serving = address + 8 * Health.SERVING
             stamps, spin = bool(_flag("DPU_EMU_STAMPS", 1)), _flag("DPU_EMU_SPIN", SPIN_PASSES)
             nap_us = _flag("DPU_EMU_NAP_US", NAP_US)
             quiet_us = _flag("DPU_EMU_QUIET_US", QUIET_US)
@@ -264,6 +266,7 @@ class Worker:
                 cpu if cpu >= 0 else None,
                 address,
                 ring,
+                serving=serving,
                 stamps=stamps,
                 spin=spin,
                 nap_us=nap_us,
@@ -422,9 +425,7 @@ class Worker:
         client.open(*(areas or self._make_areas(number)))
         client.plane.set_trace(self._tracing)
         self.clients[number] = client
-        for row in self._io_rows_of(client):
-            if row.nsid in subsystem.by_nsid:  # attached or not: nothing is counted before it is
-                self.target.iostat.attach(row, subsystem.backend(row.nsid).name)
+        self._attach(self._io_rows_of(client), subsystem)
         return client
 
     def _adoptable(self, packets: list[Packet]) -> Iterator[Packet]:
@@ -433,6 +434,9 @@ class Worker:
         A new QEMU may have connected after the end of the last one, and nobody was there to see to that end. Of two
         clients the one with areas has been served last: an earlier one is done with, and a later one is new.
         """
+        for packet in [packet for packet in packets if packet.fields["cut_off"]]:
+            packets.remove(packet)
+            self._settle_kept(packet)
         for position, packet in enumerate(packets):
             listener = packet.fields["listener"]
             later = [p for p in packets[position + 1 :] if p.fields["listener"] == listener]
@@ -443,6 +447,24 @@ class Worker:
                 self._adopted.append(packet)
             else:
                 yield packet
+
+    def _settle_kept(self, packet: Packet) -> None:
+        """Count what a client that the keeper has cut off was served; "gone" follows, and nobody touches the rest."""
+        number, subsystem = packet.fields["client"], self.target.subsystem_of(packet.fields["listener"])
+        packet.close()
+        fd = self._fds.get(self._keys(number)[0], -1)
+        if fd >= 0 and subsystem is not None:
+            area = mmap.mmap(fd, layout.STATE_BYTES)
+            spaces = np.frombuffer(area, layout.SPACE, layout.NAMESPACES, layout.SPACE_OFFSET).view(np.recarray)
+            rows = [Row(number, nsid, 0, words) for nsid, words in enumerate(spaces, 1)]
+            self._attach(rows, subsystem)
+            self.target.iostat.settle(rows)
+            self.target.commit_counts()
+
+    def _attach(self, rows: list[Row], subsystem: Subsystem) -> None:
+        for row in rows:
+            if row.nsid in subsystem.by_nsid:  # attached or not: nothing is counted before it is
+                self.target.iostat.attach(row, subsystem.backend(row.nsid).name)
 
     def _adopt_client(self, packet: Packet, others: list[Packet]) -> None:
         number = packet.fields["client"]

@@ -114,6 +114,7 @@ class Worker(Child):
     since_s: float = field(default_factory=time.monotonic)
     state: State = State.STARTING
     watchdog: Watchdog = field(default_factory=Watchdog)
+    stuck: int | None = None  # the word of the heartbeat that has stopped
     ended_s: float | None = None
 
     def enter(self, state: State) -> None:

@@ -1119,7 +1119,9 @@ def serve_soc(p: Any) -> int:
             if value < 0:
                 break
             ring_drop(p.from_soc)
-            answered(p, controllers[value >> 32], value & 0xFFFFFFFF)
+            c = controllers[value >> 32]
+            store_u64(p.serving, c.client)
+            answered(p, c, value & 0xFFFFFFFF)
             count += 1
     return count
 
@@ -1392,6 +1394,7 @@ def reap(p: Any) -> int:
         head = (head + 1) & 0xFFFFFFFF
         u.inflight -= 1
         c = controllers[e.user_data >> 32]
+        store_u64(p.serving, c.client)
         slot = e.user_data & (_VOLUME - 1)
         if e.user_data & _VOLUME:
             reap_volume(p, c, slot, signed(e.res))
@@ -1644,6 +1647,7 @@ def one_pass(p: Any, look: bool) -> int:
         if quiet and not everywhere:
             continue
         before = work
+        store_u64(p.serving, c.client)
         trapped = c.shadow == 0 and c.mapped == 0
         if c.attention == ATTENTION_NONE and (seldom or (trapped and (look or quiet))):
             work += drain_socket(p, c)
@@ -1659,6 +1663,7 @@ def one_pass(p: Any, look: bool) -> int:
         if work != before:
             c.busy = now
     work += serve_soc(p)
+    store_u64(p.serving, 0)
     submit(p)
     signal(p)
     if p.kick:

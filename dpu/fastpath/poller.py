@@ -74,6 +74,7 @@ def ns_multiplier(seconds: float = 0.02) -> int:
 
 class Poller:
     """``cpu``: the CPU that the thread is bound to, or None. ``health``: address of its heartbeat word.
+    ``serving``: address of the word in which it names the client that it serves; 0: none is told.
 
     ``quiet_us``: how long a controller had nothing to do until it is looked at less often; 0: each pass looks at it.
     ``number``: of its area in each group of volumes.
@@ -85,6 +86,7 @@ class Poller:
         health: int,
         ring: Ring | NoRing,
         *,
+        serving: int = 0,
         stamps: bool = True,
         spin: int = SPIN_PASSES,
         nap_us: int = NAP_US,
@@ -109,6 +111,7 @@ class Poller:
             "pollfds": np.zeros(layout.POLLFDS, layout.POLLFD),
             "scratch": np.zeros(layout.SCRATCH_BYTES, np.uint8),
             "dirty": np.zeros(layout.DIRTY_MAX, np.int64),
+            "serving": np.zeros(1, np.int64),
         }
         p = self.record
         for name, area in self._areas.items():
@@ -117,6 +120,7 @@ class Poller:
         p.controllers, p.uring = self.controllers.ctypes.data, ring.address
         p.control_fd, p.wake_fd, p.health = self.control_fd, self.wake_fd, health
         p.number = number
+        p.serving = serving or p.serving
         p.spin, p.idle_ms, p.stamps, p.counters = spin, IDLE_MS, int(stamps), 1
         p.ns_mult, p.pid, p.nap_ns = ns_multiplier(), os.getpid(), nap_us * 1000
         p.look_ticks = (LOOK_US * 1000 << 20) // ns_multiplier()

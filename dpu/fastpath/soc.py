@@ -382,7 +382,9 @@ def serve(p: Any) -> int:
         if value < 0:
             return count
         ring_drop(p.to_soc)
-        at = controllers[value >> 32].blocks + BLOCK_BYTES * (value & 0xFFFFFFFF)
+        c = controllers[value >> 32]
+        store_u64(p.serving, c.client)
+        at = c.blocks + BLOCK_BYTES * (value & 0xFFFFFFFF)
         result = answer(p, at)
         view(at, 1, BLOCK)[0].count = result
         ring_push(p.from_soc, value)

@@ -367,3 +367,29 @@ def test_crash_loop_fails_io_instead_of_hanging() -> None:
                 assert daemon.alive()
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_a_guest_that_workers_die_of_is_cut_off() -> None:
+    """Each worker dies of one guest's Write, executed again: its connection ends, and another guest goes on."""
+    with running("segment_written", generations=100, args=["--crash-limit", "3"]) as (daemon, target, _):
+        daemon.add_memory("other")
+        second = daemon.add_subsystem("nqn.2026-01.io.test:other", ["other"])
+        with connected(second) as nvme, connected(target) as bad:
+            nvme.enable()
+            bad.enable()
+            queue, bad_queue = nvme.create_queue_pair(1, 8), bad.create_queue_pair(1, 8)
+            assert bad.read(bad_queue, NS_512, 0, 512) == bytes(512)
+            bad.submit_io(bad_queue, nv.WRITE, NS_512, 0, bad.ram.buffer(512))
+            while "is cut off: 3 workers in a row" not in daemon.log():
+                assert nvme.read(queue, 1, 0, 512) == bytes(512)
+            assert nvme.read(queue, 1, 0, 512) == bytes(512)
+            stats = daemon.rpc("dpu_get_stats")
+            assert stats["generation"] == 4
+            assert [one["nqn"] for one in stats["controllers"]] == ["nqn.2026-01.io.test:other"]
+            (served,) = daemon.rpc("bdev_get_iostat", {"names": ["mem512"]})["bdevs"]
+            assert served["num_read_ops"] == 1, "what it was served before still counts"
+            with pytest.raises((ConnectionError, AssertionError)):
+                bad.read32(nv.CSTS)
+        with connected(target) as again:
+            again.enable()
+            assert again.read(again.create_queue_pair(1, 8), NS_512, 0, 512) == bytes(512)

@@ -205,6 +205,8 @@ class FakeWorker:
             killpoint("received")
             client = self.clients[fields["client"]]
             assert client.taking
+            if os.environ.get("FAKE_SERVING"):
+                self.health.words[self.health.SERVING] = client.number
             coroutine = client.session.handle(packet.raw, packet.fds, replayed=fields["replayed"])
             reply = asyncio.run(coroutine)
             killpoint("executed")

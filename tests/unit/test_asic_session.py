@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dpu import layout
+from dpu.channel import Health
 from dpu.errors import VfioUserError
 from dpu.fastpath.poller import Poller
 from dpu.fastpath.uring import NoRing
@@ -49,6 +50,9 @@ class Worker:
 
     def __init__(self, poller: Any) -> None:
         self.poller = poller
+        fd = Health.create()
+        self.health = Health(fd)
+        os.close(fd)
 
     def poller_for(self, number: int) -> Any:
         return self.poller

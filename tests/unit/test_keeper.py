@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import fcntl
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from dpu.channel import QueuedChannel
+from dpu.channel import Health, QueuedChannel
 from dpu.vfio_user import wire
 from dpu.vfio_user.wire import Command, HeaderFlag
 from dpu.worker_process import ForkServer
@@ -578,6 +579,39 @@ def test_a_crash_loop_ends_in_errors_not_silence(start: Start) -> None:
         assert late.recv(1) == b""
     assert lab.children() == []  # and no more are started
     assert lab.stop() == 0
+
+
+def test_a_client_that_workers_die_of_is_cut_off(start: Start) -> None:
+    """The others go on, and nobody carries out its message again; a later client of its place is served."""
+    lab = start(env={"FAKE_SERVING": "1"}).ready()
+    path = lab.listen("a")
+    client, other = VfioClient(path), VfioClient(path)
+    other.write(0, b"good")
+    client.send(Command.REGION_WRITE, bytes(wire.RegionAccess(FATAL_OFFSET, 0, 4)) + b"kill")
+    lab.wait_log(r"client 1 of a is cut off: 5 workers in a row died")
+    assert client.sock.recv(1) == b""
+    assert other.read(0, 4) == b"good"
+    lab.until(lambda: bool(lab.events(event="forgot", client=1)))
+    assert len(lab.events(event="write", offset=FATAL_OFFSET)) == 5
+    assert "bar/1" not in lab.rpc("state")["stash"]
+    for _ in range(3):  # these are not counted with those
+        lab.kill_worker()
+        assert other.read(0, 4) == b"good"
+    assert VfioClient(path).read(0) == bytes(4)
+
+
+def test_who_is_suspected_of_a_death() -> None:
+    fd = Health.create()
+    health = Health(fd)
+    os.close(fd)
+    assert health.suspects() == []
+    health.words[Health.POLLERS] = 2
+    health.words[Health.SERVING : Health.SERVING + 4] = memoryview(array.array("Q", [5, 0, 7, 9]))
+    assert health.suspects() == [7, 5]
+    assert [health.suspects(stuck) for stuck in range(3)] == [[5], [], [7]]
+    health.words[Health.FAULT] = 8
+    assert health.suspects() == health.suspects(2) == [8]
+    health.close()
 
 
 def test_without_a_crash_limit_it_goes_on(start: Start) -> None:
