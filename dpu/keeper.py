@@ -57,6 +57,9 @@ followed by others."""
 STOP_S_MAX = 2.0
 """How long a worker may take to end after SIGTERM."""
 
+CHANGE_OVER = "change of code"
+PAUSES_TOLD = 16
+
 _BACKOFF_S = (0.0, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 _READS_PER_TURN = 16
 _PACKETS_PER_TURN = 64
@@ -71,6 +74,16 @@ class Taken:
     seq: int
     message: keeping.Message
     sent: bool = False
+
+
+@dataclass(eq=False)
+class Candidate:
+    """Other code that is to take over (dpu/upgrade.py): its fork server, and its first worker when there is one."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    server: ForkServer
+    worker: Worker | None = None
 
 
 @dataclass(eq=False)
@@ -143,6 +156,9 @@ class Keeper:
         self._serving: Worker | None = None
         self._standby: Worker | None = None
         self._forks: ForkServer | None = None
+        self._candidate: Candidate | None = None
+        self._before: tuple[list[str], dict[str, str]] | None = None  # while other code has not served yet
+        self._pauses: list[dict[str, object]] = []
         self._spawned = 0
         self._generation = 0
         self._quick_deaths = 0
@@ -247,7 +263,9 @@ class Keeper:
     def _shutdown(self) -> None:
         for listener in [self._rpc, *self._listeners.values()]:
             listener.close()
-        children: list[Child] = [child for child in (self._forks, self._serving, self._standby) if child]
+        other = self._candidate
+        ours = [self._forks, self._serving, self._standby, *([other.server, other.worker] if other else [])]
+        children: list[Child] = [child for child in ours if child]
         for child in children:
             child.kill(number=signal.SIGTERM)
         deadline_s = time.monotonic() + STOP_S_MAX
@@ -270,45 +288,55 @@ class Keeper:
         try:
             if self._forks is None:
                 self._forks = worker_process.start(self._command, self._environment)
-                self._selector.register(self._forks.pidfd, selectors.EVENT_READ, self._on_fork_server_exit)
-                self._watch_channel(self._forks, self._on_forked)
+                self._watch_server(self._forks)
             self._forks.ask(armed=self._spawned <= int(self._environment.get(killpoint.GENERATIONS_VARIABLE, "1")))
         except OSError as error:
             log.error("cannot start a worker: %s", error)
             self._start_failed()
 
-    def _on_forked(self, _events: int) -> None:
-        """The fork server answers: there is a worker."""
-        server = self._forks
-        assert server is not None
+    def _watch_server(self, server: ForkServer) -> None:
+        self._selector.register(server.pidfd, selectors.EVENT_READ, partial(self._on_fork_server_exit, server))
+        self._watch_channel(server, partial(self._on_forked, server))
+
+    def _on_forked(self, server: ForkServer, _events: int) -> None:
+        """A fork server answers: there is a worker."""
         try:
             packet = server.channel.recv(blocking=False)
             if packet is None:  # it has ended, which its pidfd tells
                 self._no_interest(server.channel.fileno())
                 return
             with contextlib.closing(packet):
-                worker = self._standby = server.worker(packet)
+                worker = server.worker(packet)
         except (ValueError, LookupError, TypeError, ProcessLookupError) as error:
             log.error("the fork server sent a bad packet: %s: %s", type(error).__name__, error)
             server.kill("keeper: bad packet")
             return
+        if server is self._forks:
+            self._standby = worker
+        elif self._candidate is not None and server is self._candidate.server:
+            self._candidate.worker = worker
+        else:  # it has been given up meanwhile
+            worker.kill("keeper: replaced")
         if self.broken:
             worker.kill("keeper: crash loop")
             server.kill("keeper: crash loop")
         self._selector.register(worker.pidfd, selectors.EVENT_READ, partial(self._on_exit, worker))
         self._watch_channel(worker, partial(self._on_channel, worker))
 
-    def _on_fork_server_exit(self, _events: int) -> None:
+    def _on_fork_server_exit(self, server: ForkServer, _events: int) -> None:
         """It has ended: what it answered still counts, the next worker needs a new one."""
         with contextlib.suppress(BlockingIOError):  # a fork that has just begun holds its end open
-            self._on_forked(selectors.EVENT_READ)
-        server, self._forks = self._forks, None
-        assert server is not None
-        log.warning("the fork server %d died (%s)", server.pid, server.wait())
+            self._on_forked(server, selectors.EVENT_READ)
+        how = server.wait()
         self._no_interest(server.pidfd)
         self._no_interest(server.channel.fileno())
-        if server.busy:
-            self._start_failed()
+        if server is self._forks:
+            self._forks = None
+            log.warning("the fork server %d died (%s)", server.pid, how)
+            if server.busy:
+                self._start_failed()
+        elif self._candidate is not None and server is self._candidate.server:
+            self._give_up_candidate(f"its fork server ended ({how}); its errors are in dpud's log")
         server.close()
 
     @property
@@ -375,16 +403,26 @@ class Keeper:
             self._no_interest(worker.channel.fileno())
         suspects = worker.health.suspects(worker.stuck)
         worker.close()
+        if self._candidate is not None and worker is self._candidate.worker:
+            self._candidate.worker = None
+            return self._give_up_candidate(f"its worker ended ({how}); its errors are in dpud's log")
+        if worker is not self._serving and worker is not self._standby:  # of code that was replaced
+            return None
         if worker is not self._serving:
             self._standby = None
             log.warning("worker %d died (%s) before it served", worker.pid, how)
             return self._start_failed()
         self._serving = None
+        if self._candidate is not None:  # nobody waits for it any more
+            self._give_up_candidate("the worker that asked for it has ended")
+        if self._before is not None and worker.state is State.ADOPTED:
+            self._go_back()
         if self._death is None:
             self._death = (worker.pid, how, ended_s)
         else:  # the pause that it was to end goes on
             log.warning("worker %d died (%s) before it served", worker.pid, how)
-        self._count_death(worker.state is State.UP and ended_s - worker.since_s >= QUICK_DEATH_S, suspects)
+        if worker.verdict != CHANGE_OVER:
+            self._count_death(worker.state is State.UP and ended_s - worker.since_s >= QUICK_DEATH_S, suspects)
         if not self.broken:
             self._promote()
             if self._serving is None and not self._expecting:
@@ -432,6 +470,60 @@ class Keeper:
             client.taken = None
         if client.connection.open:
             self._lost(client, "workers died of it")
+
+    # ------------------------------------------------------------------------------------------- other code
+
+    def _prepare(self, worker: Worker, packet: Packet) -> None:
+        """Start other code beside the one that serves; answered when its worker is ready, or never will be."""
+        if self._candidate is not None:
+            self._send(worker, "listening", key="candidate", error="another upgrade is under way")
+            return
+        command = [str(word) for word in packet.fields["command"]]
+        environment = {**self._environment, **packet.fields["environment"]}
+        try:
+            server = worker_process.start(command, environment)
+        except OSError as error:
+            self._send(worker, "listening", key="candidate", error=str(error))
+            return
+        self._candidate = Candidate(command, environment, server)
+        self._watch_server(server)
+        try:
+            server.ask(armed=False)
+        except OSError as error:
+            self._give_up_candidate(str(error))
+
+    def _give_up_candidate(self, reason: str) -> None:
+        other, self._candidate = self._candidate, None
+        assert other is not None
+        log.error("other code does not take over: %s", reason)
+        other.server.kill("keeper: replaced")
+        if other.worker is not None:
+            other.worker.kill("keeper: replaced")
+        if self._serving is not None:
+            self._send(self._serving, "listening", key="candidate", error=reason)
+
+    def _change_over(self, worker: Worker, _packet: Packet) -> None:
+        """The prepared worker is the standby from now on, and the one that serves ends."""
+        other, self._candidate = self._candidate, None
+        if other is None or other.worker is None or other.worker.state is not State.READY:
+            raise ValueError("a change-over without a worker to change to")
+        self._before = self._command, self._environment
+        self._command, self._environment = list(other.command), dict(other.environment)
+        for child in (self._forks, self._standby):
+            if child is not None:
+                child.kill("keeper: replaced")
+        self._forks, self._standby, self._spawn_at_s = other.server, other.worker, None
+        worker.kill(CHANGE_OVER)
+
+    def _go_back(self) -> None:
+        """The other code cannot serve: the one that was there before goes on."""
+        assert self._before is not None
+        log.error("the other code ended before it served: going back to the one before")
+        (self._command, self._environment), self._before = self._before, None
+        for child in (self._forks, self._standby):
+            if child is not None:
+                child.kill("keeper: replaced")
+        self._forks = self._standby = None
 
     def _watch_worker(self, now_s: float) -> None:
         worker = self._serving
@@ -500,6 +592,8 @@ class Keeper:
             if packet.op == "ready" and worker.state is State.STARTING:
                 worker.enter(State.READY)
                 self._promote()
+                if self._candidate is not None and worker is self._candidate.worker and self._serving is not None:
+                    self._send(self._serving, "listening", key="candidate", error="")
             elif worker is self._serving:
                 _FROM_WORKER[packet.op](self, worker, packet)
             else:
@@ -514,13 +608,19 @@ class Keeper:
             pid, how, ended_s = self._death
             pause_ms = (worker.since_s - ended_s) * 1000
             log.warning("worker %d died (%s), %d serves after %.1f ms", pid, how, worker.pid, pause_ms)
+            self._pauses = [*self._pauses[1 - PAUSES_TOLD :], self._pause(how, pause_ms)]
             self._death = None
+        self._before = None
+        self._send(worker, "pause", pauses=self._pauses)
         if self._on_ready is not None:
             on_ready, self._on_ready = self._on_ready, None
             on_ready()
         if self._keep_standby and not self._expecting:
             # Not before: it would compete with the one that the guests wait for.
             self._spawn_after(0)
+
+    def _pause(self, why: str, pause_ms: float) -> dict[str, object]:
+        return {"generation": self._generation, "why": why, "pause_ms": round(pause_ms, 3)}
 
     def _stash_fd(self, _worker: Worker, packet: Packet) -> None:
         key = str(packet.fields["key"])
@@ -735,5 +835,7 @@ _FROM_WORKER: dict[str, Callable[[Keeper, Worker, Packet], None]] = {
     "drop": Keeper._drop,  # client, reason: close the connection; "gone" follows
     "forget": Keeper._forget,  # client: its session is torn down
     "loading": Keeper._loading,  # it gets on with what it does before it is up
+    "prepare": Keeper._prepare,  # command, environment of other code: answered as by "listening"
+    "change_over": Keeper._change_over,  # to it
     "stop": Keeper._stop,  # end the daemon; failed: why it cannot go on
 }

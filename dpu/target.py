@@ -150,6 +150,12 @@ class Host(VolumeHost, Protocol):
     def stop(self) -> None:
         """End the daemon cleanly."""
 
+    async def prepare(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Start a worker of other code (dpu.upgrade) beside this one. OSError when it does not come up."""
+
+    def change_over(self) -> None:
+        """End this worker; the prepared one goes on."""
+
 
 @dataclass(frozen=True)
 class Transport:

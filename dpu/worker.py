@@ -32,12 +32,12 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from dpu import forkserver, killpoint, layout, trace
+from dpu import forkserver, jitcache, killpoint, layout, shape, trace
 from dpu.backends import Backend, FileBackend, Marks, MemoryBackend, marks_key, stash_key
 from dpu.channel import Channel, ConfigStore, Health, Packet
 from dpu.errors import EmuError, RpcError, VfioUserError
@@ -91,6 +91,7 @@ class Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving = False
         self._tracing = False
+        self._pauses: list[dict[str, Any]] = []
 
     # ------------------------------------------------------------------------------------------------- its life
 
@@ -139,6 +140,8 @@ class Worker:
             future = self._listening.pop(packet.fields["key"], None)
             if future is not None and not future.done():
                 future.set_result(packet.fields["error"])
+        elif op == "pause":
+            self._pauses = packet.fields["pauses"]
         elif not self._serving:
             self._adopted.append(packet)  # messages and ends of connections that follow "go" at once
         elif op == "client":
@@ -394,14 +397,22 @@ class Worker:
 
     def _make_areas(self, number: int) -> tuple[int, int]:
         """The kept areas of a new controller. The second one stashed makes the pair complete."""
-        fds = []
-        for key, size in zip(self._keys(number), (layout.STATE_BYTES, layout.BAR_FILE_BYTES)):
-            fd = os.memfd_create(key, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)  # a client that maps its doorbells gets the second one
-            self.stash(key, fd)
-            fds.append(fd)
-        return fds[0], fds[1]
+        state_key, bar_key = self._keys(number)
+        state_fd = shape.create(state_key)
+        self.stash(state_key, state_fd)
+        bar_fd = os.memfd_create(bar_key, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(bar_fd, layout.BAR_FILE_BYTES)
+        fcntl.fcntl(bar_fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)  # a client that maps its doorbells gets this one
+        self.stash(bar_key, bar_fd)
+        return state_fd, bar_fd
+
+    def _current(self, number: int, fd: int) -> int:
+        """The state area of a client as this code lays it out: that of other code is left behind (dpu.upgrade)."""
+        made = shape.current(fd)
+        if made != fd:
+            self.stash(self._keys(number)[0], made)
+            os.close(fd)
+        return made
 
     def _client(self, packet: Packet, areas: tuple[int, int] | None) -> Client | None:
         """A client with its controller, not yet serving; None when it cannot be served: then it is dropped."""
@@ -471,7 +482,7 @@ class Worker:
         state_fd, bar_fd = (self._fds.pop(key, -1) for key in self._keys(number))
         if bar_fd < 0 and state_fd >= 0:
             os.close(state_fd)
-        client = self._client(packet, (state_fd, bar_fd) if bar_fd >= 0 else None)
+        client = self._client(packet, (self._current(number, state_fd), bar_fd) if bar_fd >= 0 else None)
         if client is None:
             return
         for other in others:
@@ -620,6 +631,8 @@ class Worker:
         return {
             "pid": os.getpid(),
             "generation": self.generation,  # of the worker: the first is 1
+            "code": jitcache.digest()[:16],
+            "pauses": self._pauses,  # between workers, the newest last
             "pollers": [poller.describe() for poller in self.pollers],
             "threads": [[thread.name, thread.native_id] for thread in threading.enumerate()],
             "controllers": [client.stats() for client in self.clients.values() if not client.closed],
@@ -691,6 +704,12 @@ class Worker:
 
     def stop(self) -> None:
         self.channel.send("stop")
+
+    async def prepare(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        await self._ask("prepare", "candidate", command=list(command), environment=environment)
+
+    def change_over(self) -> None:
+        self.channel.send("change_over")
 
 
 async def serve(channel: Channel, health: Health) -> None:

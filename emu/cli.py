@@ -74,6 +74,15 @@ examples:
 
 """
 
+_DPU_EXAMPLES = """\
+examples:
+  emu dpu upgrade ~/src/dpu-emu                      a checkout takes over, under I/O
+  emu dpu upgrade --python ~/new/bin/python          what another environment has installed
+  emu dpu upgrade ~/src/dpu-emu --lab my --dpu card
+
+Code that cannot read what the running code has left is refused; nothing has stopped then.
+
+"""
 _COMPARE_EXAMPLES = """\
 examples:
   emu compare my.toml new.toml --pairs 12
@@ -232,6 +241,13 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--interval", type=_interval, default=1.0, metavar="SECONDS", help="between two looks (default: 1)"
     )
+
+    dpu = add("dpu", _dpu, "Have the DPUs of a lab that is up go on with other code.", _DPU_EXAMPLES)
+    dpu.add_argument("verb", choices=("upgrade",), metavar="VERB", help="upgrade")
+    dpu.add_argument("path", nargs="?", default="", help="a directory with a package dpu, as a checkout is")
+    dpu.add_argument("--python", default="", metavar="PATH", help="another interpreter, as of another environment")
+    dpu.add_argument("--dpu", metavar="NAME", help="one of them; default: all")
+    add_lab_name(dpu)
 
     down = add("down", _down, "End a lab; nothing of it is left.")
     add_lab(down)
@@ -636,6 +652,34 @@ def _top(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # the ordinary end
         if arguments.once:
             raise
+    return OK
+
+
+def _dpu(arguments: argparse.Namespace) -> int:
+    from emu import control
+    from emu.progress import Late, make
+    from emu.up import status_of
+    from emu.upgrade import upgrade
+
+    if not arguments.path and not arguments.python:
+        raise UsageError("which code?", "give a directory with a package dpu, or --python")
+    book = control.find(arguments.lab)
+    name = control.name_of(book)
+    lab = status_of({name: book})[name]
+    sockets = {one: dpu["rpc"] for one, dpu in lab.get("dpus", {}).items()}
+    if arguments.dpu is not None:
+        if arguments.dpu not in sockets:
+            raise UsageError(f"lab {name} has no DPU {arguments.dpu}", f"it has {', '.join(sockets) or 'none'}")
+        sockets = {arguments.dpu: sockets[arguments.dpu]}
+    progress = Late(make)
+    try:
+        rows = upgrade(sockets, arguments.python, arguments.path, progress)
+    finally:
+        progress.close()
+    if arguments.json:
+        _print_json({"ok": True, "dpus": rows})
+    for one, row in () if arguments.json else rows.items():
+        print(f"DPU {one}: dpu-emu {row['version']}, code {row['code']}; nothing served for {row['pause_ms']:.1f} ms")
     return OK
 
 

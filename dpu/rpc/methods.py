@@ -4,20 +4,23 @@ Use: ``dispatcher(target)``. To add an RPC, add a row.
 Parameters of SPDK's that this target cannot follow are taken where they change nothing (``only``), so that
 ``spdk-rpc``, which sends them with their neutral values, works. ``_hint`` marks those that tune SPDK's own
 memory and have no counterpart here; they are taken with any value.
-Ours beside SPDK's: ``dpu_get_stats``, ``dpu_trace_*``, ``nvmf_ns_attach_controller`` and its opposite, and
-``cache_mode`` of ``bdev_aio_create``; ``base_bdevs`` and ``metadata_filename`` of ``bdev_lvol_create_lvstore``.
+Ours beside SPDK's: ``dpu_get_stats``, ``dpu_upgrade``, ``dpu_trace_*``, ``nvmf_ns_attach_controller`` and its
+opposite, ``cache_mode`` of ``bdev_aio_create``, ``base_bdevs`` and ``metadata_filename`` of
+``bdev_lvol_create_lvstore``.
 Source: SPDK's JSON-RPC documentation; PyPI ``spdk`` 26.9 for what a client sends; recorded answers for the
 rest.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
 from dpu.backends import FileBackend, MemoryBackend, NullBackend, UringBackend
+from dpu.errors import EmuError, RpcError
 from dpu.iostat import RESET_MODES
 from dpu.rpc.dispatcher import (
     INVALID_PARAMS,
@@ -43,6 +46,7 @@ from dpu.rpc.dispatcher import (
 from dpu.rpc.logs import FLAGS, LEVELS
 from dpu.target import CNTLID_MAX, Target, Transport, invalid
 from dpu.trace import ENTRIES, FORMATS
+from dpu.upgrade import UPGRADE_S_MAX, probe
 
 # The SPDK release whose dialect this is.
 SPDK_MAJOR, SPDK_MINOR = 26, 5
@@ -154,6 +158,16 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
             raise invalid(f"spdk_kill_instance takes {', '.join(_STOP_SIGNALS)}, got {sig_name!r}")
         return Then(True, target.host.stop)
 
+    async def upgrade(python: str, path: str) -> Then:
+        try:
+            other = await probe(python, path)
+            await target.host.prepare(other.command, other.environment)
+        except EmuError as error:
+            raise RpcError(-errno.EINVAL, str(error)) from error
+        except OSError as error:
+            raise RpcError(-errno.EIO, f"the other code's worker did not come up: {error}") from error
+        return Then({"version": other.version, "code": other.code}, target.host.change_over)
+
     async def get_stats() -> dict[str, Any]:
         return target.host.stats()
 
@@ -255,6 +269,12 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
         Method("log_set_flag", set_flag, (_FLAG,), INVALID_PARAMS, when=When.ALWAYS),
         Method("log_clear_flag", clear_flag, (_FLAG,), INVALID_PARAMS, when=When.ALWAYS),
         Method("dpu_get_stats", get_stats),
+        Method(
+            "dpu_upgrade",
+            upgrade,
+            (Param("python", string, default=""), Param("path", string, default="")),
+            timeout_s=lambda params: UPGRADE_S_MAX,
+        ),
         Method("dpu_trace_start", target.trace_start, (Param("entries", u32, default=ENTRIES),)),
         Method("dpu_trace_stop", target.trace_stop),
         Method(

@@ -120,6 +120,10 @@ class Spdk(Client):
         """Ours: pollers, queues, stage times and latencies; not in SPDK."""
         return self._do(dict[str, Any], "dpu_get_stats")
 
+    def dpu_upgrade(self, *, python: str | None = None, path: str | None = None) -> dict[str, str]:
+        """Ours: have a worker of other code take over; ``path``: the directory with its package ``dpu``."""
+        return self._do(dict[str, str], "dpu_upgrade", python=python, path=path)
+
     def dpu_trace_start(self, *, entries: int | None = None) -> bool:
         """Ours: trace every command, the newest ``entries`` of each poller."""
         return self._do(bool, "dpu_trace_start", entries=entries)

@@ -315,7 +315,7 @@ def test_our_methods_are_spdks(client: JSONRPCClient) -> None:
     recorded = next(
         row["answer"]["result"] for row in VECTORS["calls"] if row["request"]["method"] == "rpc_get_methods"
     )
-    ours = {"dpu_get_stats", "dpu_trace_start", "dpu_trace_stop", "dpu_trace_save"}
+    ours = {"dpu_get_stats", "dpu_upgrade", "dpu_trace_start", "dpu_trace_stop", "dpu_trace_save"}
     ours |= {"nvmf_ns_attach_controller", "nvmf_ns_detach_controller"}
     assert set(client.rpc_get_methods()) - set(recorded) == ours
 

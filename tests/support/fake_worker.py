@@ -230,6 +230,8 @@ class FakeWorker:
             record(event="forgot", client=client.number)
         elif packet.op == "listening":
             self.answers.append(fields)
+        elif packet.op == "pause":
+            pass
         else:
             self.about_client(packet)
 

@@ -23,6 +23,7 @@ import pytest
 
 from emu.paths import cache_dir
 from emu.process import Identity
+from tests.conformance.test_upgrade import MOVED, PACKAGE, other_code
 
 pytestmark = [pytest.mark.vm, pytest.mark.timeout(1200)]
 
@@ -231,6 +232,37 @@ def test_top_counts_what_fio_does(emu: Emu, lab: Any) -> None:
     assert 0 < busy["latency_ns"]["p50"] <= busy["latency_ns"]["p99"] <= busy["latency_ns"]["p99.9"]
     assert view["cpus"].keys() >= {"asic", "control", "keeper"}
     assert b"card.a" in emu("top", "--once", "--interval", "0.1").stdout
+
+
+def test_upgrade_under_verify(emu: Emu, lab: Any, tmp_path: Path) -> None:
+    """Code with another layout, and back, while fio writes and verifies; the guest's kernel notices nothing."""
+    code = other_code(tmp_path, layout=MOVED)
+    fio = ["fio", "--name=v", "--filename=/dev/nvme0n2", "--rw=randwrite", "--bs=4k", "--iodepth=16", "--direct=1"]
+    fio += [
+        "--ioengine=io_uring",
+        "--verify=crc32c",
+        "--verify_fatal=1",
+        "--size=16M",
+        "--loops=1000",
+        "--output-format=json",
+    ]
+    running = emu.popen("exec", "web", "--", *fio, "--runtime=600", "--time_based")
+    try:
+        for path in (code, PACKAGE.parent):
+            row = emu.json("dpu", "upgrade", str(path))["dpus"]["card"]
+            assert row["pause_ms"] > 0
+    finally:
+        emu("exec", "web", "--", "sh", "-c", "kill -INT $(pidof fio)")
+        out, err = running.communicate(timeout=120)
+    job = json.loads(out[out.index(b"{") :])["jobs"][0]
+    assert job["error"] == 0, (job, err)
+    assert job["write"]["total_ios"] > 100 and job["read"]["total_ios"] > 0, "it has verified"
+    dmesg = emu("exec", "web", "--", "dmesg").stdout.decode()
+    assert not re.search(r"nvme.*(timeout|reset|error)", dmesg), dmesg[-2000:]
+    worse = other_code(tmp_path / "worse", layout=("VERSION: Final = ", "VERSION: Final = 1 + "))
+    refused = emu("dpu", "upgrade", str(worse), code=3)
+    assert b"cannot take over" in refused.stderr
+    assert b"which code?" in emu("dpu", "upgrade", code=2).stderr
 
 
 def test_console_shows_what_is_typed_into_it(emu: Emu, lab: Any) -> None:
