@@ -205,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)  # where emu.up.start reads
 
     def add_lab_name(command: argparse.ArgumentParser) -> None:
-        command.add_argument("--lab", metavar="NAME", help="needed where more than one lab is up and has such a VM")
+        command.add_argument("--lab", metavar="NAME", help="needed where more than one lab could be meant")
 
     def add_lab(command: argparse.ArgumentParser, only: str = "needed where more than one lab is up") -> None:
         """NAME or --lab NAME: of commands that take nothing else."""
@@ -280,8 +280,19 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--out", type=Path, metavar="DIR", help="default: out/compare-TIME")
     add_machine_options(compare)
 
-    metrics = add("metrics", _metrics, "A DPU's I/O counters for Prometheus, as OpenMetrics text.")
-    metrics.add_argument("socket", nargs="+", metavar="[NAME=]SOCKET", help="a JSON-RPC socket; NAME is its label")
+    trace = add("trace", _trace, "What each command of a DPU does, stage by stage, and why; Ctrl-C ends it early.")
+    trace.add_argument("file", type=Path, metavar="FILE", help="NAME.json for ui.perfetto.dev; any other: text")
+    trace.add_argument("--for", dest="seconds", type=_duration, default=10.0, metavar="TIME", help="default: 10s")
+    trace.add_argument("--entries", type=int, help="keep the newest so many commands of each poller")
+    add_lab_name(trace)
+    trace.add_argument("--dpu", metavar="NAME", help="needed where the lab has more than one")
+    trace.add_argument("--socket", help="the JSON-RPC socket of a dpud of your own, in place of a lab's")
+
+    metrics = add("metrics", _metrics, "DPUs' I/O counters for Prometheus, as OpenMetrics text.")
+    add_lab_name(metrics)
+    metrics.add_argument(
+        "socket", nargs="*", metavar="[NAME=]SOCKET", help="JSON-RPC sockets; NAME is the label; default: the lab's"
+    )
     metrics.add_argument("--listen", metavar="[HOST:]PORT", help="serve http://HOST:PORT/metrics; else print once")
 
     fabric = add("fabric", _fabric, "A live fabric: up, show, fault, write, flows, exec, down.", FABRIC_EXAMPLES)
@@ -620,18 +631,35 @@ def _interval(text: str) -> float:
     return value
 
 
-def _top(arguments: argparse.Namespace) -> int:
-    from rich.live import Live
+def _duration(text: str) -> float:
+    from emu.units import parse_duration
 
-    from emu import control, top
-    from emu.progress import output
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _lab_that_is_up(name: str | None) -> tuple[Any, str, dict[str, Any]]:
+    """The book, the name and the status of a lab, or of the only one."""
+    from emu import control
     from emu.up import status_of
 
-    book = control.find(arguments.lab)
+    book = control.find(name)
     name = control.name_of(book)
     lab = status_of({name: book})[name]
     if lab["state"] != "up":
         raise EmuError(f"lab {name} is {lab['state']}", "`emu status` says when it is up")
+    return book, name, lab
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from rich.live import Live
+
+    from emu import top
+    from emu.progress import output
+
+    book, name, lab = _lab_that_is_up(arguments.lab)
     views = top.views(lab, arguments.interval)
     if arguments.once:
         views = itertools.islice(views, 1)
@@ -779,10 +807,42 @@ def _fabric(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _trace(arguments: argparse.Namespace) -> int:
+    from emu.trace import record
+    from emu.units import plural
+
+    socket = arguments.socket
+    if socket is None:
+        _, name, lab = _lab_that_is_up(arguments.lab)
+        dpus = lab["dpus"]
+        dpu = arguments.dpu or (next(iter(dpus)) if len(dpus) == 1 else None)
+        if dpu not in dpus:
+            wrong = f"lab {name} has {plural(len(dpus), 'DPU')}" if dpu is None else f"lab {name} has no DPU {dpu}"
+            raise UsageError(wrong, f"--dpu is one of: {', '.join(dpus)}")
+        socket = dpus[dpu]["rpc"]
+    elif arguments.lab or arguments.dpu:
+        raise UsageError("--socket does not go with --lab and --dpu", "leave it out for a DPU of a lab")
+    said = f"tracing for {arguments.seconds:g} s"
+    found = record(
+        *(socket, arguments.file, arguments.seconds, arguments.entries),
+        started=lambda: print(said, file=sys.stderr, flush=True),
+    )
+    if arguments.json:
+        _print_json({"ok": True, "file": str(arguments.file), **found})
+    else:
+        lost = f", {found['lost']} older ones lost (--entries keeps more)" if found["lost"] else ""
+        print(f"{arguments.file}: {plural(found['commands'], 'command')}{lost}")
+    return OK
+
+
 def _metrics(arguments: argparse.Namespace) -> int:
     from emu import metrics
 
     sockets: dict[str, str] = {}
+    if not arguments.socket:
+        sockets = {name: dpu["rpc"] for name, dpu in _lab_that_is_up(arguments.lab)[2]["dpus"].items()}
+    elif arguments.lab:
+        raise UsageError("--lab does not go with sockets", "leave one of them out")
     for text in arguments.socket:
         name, _, path = text.partition("=") if "=" in text.partition("/")[0] else (text, "", text)
         sockets[name] = path

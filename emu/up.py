@@ -148,7 +148,9 @@ def status_text(labs: Mapping[str, Mapping[str, Any]]) -> str:
         for vm_name, vm in lab["vms"].items():
             about = f"{plural(vm['vcpus'], 'vCPU')}, {vm['memory_mib']} MiB, pid {vm['pid']}"
             lines.append(f"  VM {vm_name}: {vm['state']}, {about}")
-            lines += [f"    {one}: {' '.join(seen['namespaces'])}" for one, seen in vm["controllers"].items()]
+            for one, seen in vm["controllers"].items():
+                disks = [f"{disk} (NSID {nsid})" for nsid, disk in enumerate(seen["namespaces"], 1)]
+                lines.append(f"    {one}: {', '.join(disks)}")
         for dpu_name, dpu in lab["dpus"].items():
             times = plural(dpu["worker_restarts"], "time")
             restarts = f", worker restarted {times}" if dpu["worker_restarts"] else ""

@@ -173,6 +173,20 @@ def test_workloads_run_in_it(emu: Emu, lab: Any, tmp_path: Path) -> None:
     assert again["ok"] and again["workloads"][0]["card"]["io"]["bytes_read"] == 1 << 20
 
 
+def test_trace_and_metrics_are_of_the_lab(emu: Emu, lab: Any, tmp_path: Path) -> None:
+    with emu.popen("trace", str(tmp_path / "t.json"), "--for", "1h") as tracing:
+        assert tracing.stdin is not None and tracing.stderr is not None
+        assert tracing.stderr.readline() == b"tracing for 3600 s\n"
+        emu("exec", "web", "--", "sh", "-c", "dd if=/dev/nvme0n1 of=/dev/null bs=4k count=20 iflag=direct")
+        tracing.send_signal(signal.SIGINT)
+        told, _ = tracing.communicate(timeout=60)
+    assert tracing.returncode == 0 and re.search(rb"t.json: \d+ commands\n", told)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert sum(event.get("ph") == "b" and event["name"] == "Read" for event in events) >= 20
+    assert b'dpu_up{dpu="card"} 1' in emu("metrics").stdout
+    assert b"--dpu is one of: card" in emu("trace", "t", "--dpu", "crad", code=2).stderr
+
+
 def test_cp_both_ways(emu: Emu, lab: Any, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     (tree / "below").mkdir(parents=True)
