@@ -266,7 +266,7 @@ def _stages(one: Mapping[str, Any]) -> Iterator[Element]:
 
 def _counters(counts: Mapping[str, int], commands: int) -> list[list[str]]:
     return [
-        [key.replace("_", " "), f"{count:,}", f"{count / commands:.3g}" if commands else ""]
+        [key.replace("_", " "), f"{count:,}", _plain(count / commands) if commands else ""]
         for key, count in counts.items()
     ]
 

@@ -128,6 +128,7 @@ def test_what_a_reader_looks_for(whole: Page) -> None:
     assert "waiting at the card1 us" in stages and "served by the card3 us" in stages
     tables = [whole.texts[i] for i in whole.all("table")]
     assert any("Counted by the namespace" in text and "num read ops1001" in text for text in tables)
+    assert any("bytes read409,6004,096" in text for text in tables), "4,096 per command, not 4.1e+03"
     assert any("Counted by the controller's queuescounter" in text and "punts30.03" in text for text in tables)
     together = next(whole.texts[i] for i in whole.all("p") if "merged histograms of" in whole.texts[i])
     assert "web card.disk, other card.disk" in together
