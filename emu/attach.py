@@ -78,6 +78,18 @@ def run(book: Book, vm: str, argv: Sequence[str], stdin: bool) -> int:
         return control.exec(vm, argv, sys.stdin.fileno() if stdin else None, _write_through)
 
 
+def run_on_terminal(book: Book, vm: str, argv: Sequence[str]) -> int:
+    """Run a program on a terminal of its own, which ours is the other end of: every key is the program's.
+
+    Its size is ours at the beginning. UsageError where standard input is no terminal.
+    """
+    if not sys.stdin.isatty():
+        raise UsageError("-t needs a terminal, and standard input is none", "leave it out")
+    columns, rows = os.get_terminal_size(0)
+    with connect(book) as control, _raw_terminal():
+        return control.exec(vm, argv, 0, _write_through, tty=(rows, columns, os.environ.get("TERM", "dumb")))
+
+
 def capture(book: Book, vm: str, argv: Sequence[str], stdin: bool) -> dict[str, Any]:
     """Run a program; its exit code and what it wrote: as text, or in base64 where that is no UTF-8."""
     output = {1: bytearray(), 2: bytearray()}

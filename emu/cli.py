@@ -61,6 +61,7 @@ _EXEC_HELP = """\
 examples:
   emu exec web -- lsblk
   emu exec web -- sh -c 'cat > /tmp/x' < file
+  emu exec -t web -- sh                              a shell with a terminal
 
 exit code: the program's own, 128 + n for signal n; 125 emu failed, 126 cannot be run, 127 is not there;
            130 interrupted (143: by SIGTERM), 141 nobody reads our output, as of `emu exec web -- yes | head`
@@ -219,7 +220,9 @@ def _parser() -> argparse.ArgumentParser:
 
     execute = add("exec", _exec, "Run a program in a VM, with standard input, output and exit code.", _EXEC_HELP, "")
     add_lab_name(execute)
-    execute.add_argument("-n", "--no-stdin", action="store_true", help="its standard input is empty")
+    how = execute.add_mutually_exclusive_group()
+    how.add_argument("-n", "--no-stdin", action="store_true", help="its standard input is empty")
+    how.add_argument("-t", "--tty", action="store_true", help="on a terminal: for shells, editors, top")
     execute.add_argument("vm", metavar="VM")
     execute.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
 
@@ -590,7 +593,11 @@ def _exec(arguments: argparse.Namespace) -> int:
             raise UsageError("there is no program to run", "emu exec VM -- PROGRAM ...")
         if arguments.argv[0] != "--" and argv[0].startswith("-"):
             raise UsageError(f"{argv[0]} stands after the VM", "options go before it, a program after --")
+        if arguments.tty and arguments.json:
+            raise UsageError("a terminal is no JSON", "leave -t or --json out")
         book = control.find(arguments.lab, arguments.vm)
+        if arguments.tty:
+            return attach.run_on_terminal(book, arguments.vm, argv)
         if not arguments.json:
             return attach.run(book, arguments.vm, argv, not arguments.no_stdin)
         done = attach.capture(book, arguments.vm, argv, not arguments.no_stdin)

@@ -9,7 +9,7 @@ bytes: one request per connection, then
 
     status | scenario                 "stream": 1 + raw, a JSON object in pieces, then "code"
     type    vm + raw                  "code": typed into the serial console
-    exec    vm, argv, stdin: bool     any number of "more": true and of "stream": 1|2 + raw, then "code"
+    exec    vm, argv, stdin, tty      any number of "more": true and of "stream": 1|2 + raw, then "code"
             raw                       input, one piece for each "more" and one to begin with; empty: its end
     run     workloads, folder, out    any number of "stream": 1 + raw, each one object of emu.progress.Told; then
                                       "code", and the report is in out
@@ -163,13 +163,14 @@ class Control:
         stdin: int | None,
         write: Callable[[int, bytes], object],
         sent: Callable[[int], object] = lambda count: None,
+        tty: Sequence[int | str] | None = None,
     ) -> int:
         """Run a program in ``vm``; its exit code, 128 + n for signal n.
 
         ``stdin``: a file descriptor of ours that is its input, or None. ``write(stream, data)``: its output;
-        ``sent(count)``: so many more bytes of the input are on their way.
+        ``sent(count)``: so many more bytes of the input are on their way. ``tty``: as ``Guest.exec`` has it.
         """
-        self._send(op="exec", vm=vm, argv=list(argv), stdin=stdin is not None)
+        self._send(op="exec", vm=vm, argv=list(argv), stdin=stdin is not None, tty=tty and list(tty))
         return self._follow(stdin, write, sent)
 
     def _follow(

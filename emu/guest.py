@@ -187,6 +187,7 @@ class Guest:
         on_output: OnOutput | None = None,
         keep_output: bool = True,
         check: bool = False,
+        tty: Sequence[int | str] | None = None,
     ) -> ExecResult:
         """Run a program and wait for its end.
 
@@ -195,12 +196,14 @@ class Guest:
         awaitable, the program is stopped (SIGSTOP) until that is done. ``keep_output``: False for output without
         end, which is then not in the result. ``check``: another exit code than 0 is a GuestError. After
         ``timeout_s``, or when the caller is cancelled, the program is killed with all of its process group.
-        Files and environment are the agent's: PATH, HOME=/root.
+        Files and environment are the agent's: PATH, HOME=/root. ``tty``: rows, columns and TERM of a terminal of its
+        own; all that comes is then stream 1.
         """
         name = shlex.join(argv)
         flow = on_output and _Flow(on_output, lambda number: self._signal(request, number))
         with self._call(flow, keep_output) as (request, call):
-            self._send({"id": request, "op": "exec", "argv": list(argv), "stdin": bool(input)})
+            terminal = {} if tty is None else {"tty": list(tty)}
+            self._send({"id": request, "op": "exec", "argv": list(argv), "stdin": bool(input), **terminal})
             try:
                 async with asyncio.timeout(timeout_s):
                     fields = await self._until_end(request, call, input or b"")

@@ -118,7 +118,7 @@ class Supervisor:
             case {"op": "type", "vm": str(vm)}:
                 await self._vm(vm).type(raw)
             case {"op": "exec", "vm": str(vm), "argv": list(argv), "stdin": bool(stdin)}:
-                return await self._exec(self._vm(vm), argv, stdin, frames, writer)
+                return await self._exec(self._vm(vm), argv, stdin, fields.get("tty"), frames, writer)
             case _:
                 raise EmuError("this supervisor does not know that request", "use the emu that started the lab")
         return 0
@@ -131,7 +131,9 @@ class Supervisor:
             raise EmuError(f"{name} has ended", "`emu down` and `emu up` start it again")
         return vm
 
-    async def _exec(self, vm: Vm, argv: list[str], stdin: bool, frames: _Frames, writer: asyncio.StreamWriter) -> int:
+    async def _exec(
+        self, vm: Vm, argv: list[str], stdin: bool, tty: Any, frames: _Frames, writer: asyncio.StreamWriter
+    ) -> int:
         pieces: asyncio.Queue[bytes] = asyncio.Queue()
 
         async def input() -> AsyncIterator[bytes]:
@@ -146,7 +148,9 @@ class Supervisor:
         async def run() -> ExecResult:
             await self._there[vm.name].wait()
             source = input() if stdin else None
-            return await vm.exec(argv, timeout_s=math.inf, input=source, on_output=forward, keep_output=False)
+            return await vm.exec(
+                argv, timeout_s=math.inf, input=source, on_output=forward, keep_output=False, tty=tty
+            )
 
         return (await _for_caller(run(), _listen(frames, pieces.put_nowait))).code
 

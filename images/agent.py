@@ -14,7 +14,8 @@ what the former host left running. The agent never speaks first, and what it say
 Requests, each with "id", which the answers carry; an answer with "error" (text) or the one shown is the last:
     hello   nonce                           nonce, version
     ping                                    {}
-    exec    argv, stdin: bool               any number of "stream": 1|2 + raw, then "code" or "signal": int
+    exec    argv, stdin: bool, tty          any number of "stream": 1|2 + raw, then "code" or "signal": int;
+                                            tty: rows, columns and TERM of a terminal of its own, or left out
     stdin   target (id of an exec) + raw    {} when the program has taken it, or is over; without raw: end of file
     kill    target, signal                  {}: for the exec's whole process group; SIGKILL for all its descendants
     open    path, mode: r|w|a, permissions  file
@@ -51,6 +52,7 @@ FRAME_BYTES_MAX = HEAD_BYTES + JSON_BYTES_MAX + RAW_BYTES_MAX
 READ_BYTES = 16384  # the kernel hands out 4 KiB at a time; a larger buffer only costs its making
 
 SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25  # signal(7); the signal module is slow to import
+TIOCSWINSZ = 0x5414  # asm-generic/ioctls.h
 RNDADDENTROPY = 0x40085203  # linux/random.h: _IOW('R', 3, int[2])
 RNDRESEEDCRNG = 0x5207  # _IO('R', 7)
 OPEN_FLAGS = {
@@ -126,19 +128,33 @@ def _object(text: bytes) -> dict[str, Any] | None:
 class Exec:
     """One running program."""
 
-    def __init__(self, agent: Agent, request: int, argv: list[str], stdin: bool) -> None:
+    def __init__(self, agent: Agent, request: int, argv: list[str], stdin: bool, tty: list[Any] | None) -> None:
         self.agent, self.request = agent, request
         self.input: list[tuple[bytes, Any]] = []  # what to write, and the request to answer then
         self.input_ends = not stdin
-        ends = [os.pipe(), os.pipe(), os.pipe()]
-        theirs = [ends[0][0], ends[1][1], ends[2][1]]
-        self.stdin, self.outputs = ends[0][1], {ends[1][0]: 1, ends[2][0]: 2}
+        actions: list[tuple[Any, ...]]
+        environment = os.environ
+        if tty is None:
+            ends = [os.pipe(), os.pipe(), os.pipe()]
+            theirs = [ends[0][0], ends[1][1], ends[2][1]]
+            self.stdin, self.outputs = ends[0][1], {ends[1][0]: 1, ends[2][0]: 2}
+            actions = [(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(theirs)]
+        else:
+            rows, columns, name = tty
+            self.stdin, slave = os.openpty()
+            theirs = [slave]
+            self.outputs = {os.dup(self.stdin): 1}
+            fcntl.ioctl(slave, TIOCSWINSZ, rows.to_bytes(2, "little") + columns.to_bytes(2, "little") + bytes(4))
+            environment = {**os.environ, "TERM": name}  # type: ignore[assignment]
+            # The first terminal that the leader of a session opens controls it.
+            actions = [(os.POSIX_SPAWN_OPEN, 0, os.ttyname(slave), os.O_RDWR, 0)]
+            actions += [(os.POSIX_SPAWN_DUP2, 0, number) for number in (1, 2)]
         try:
             self.pid = os.posix_spawnp(
                 argv[0],
                 argv,
-                os.environ,
-                file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(theirs)],
+                environment,
+                file_actions=actions,
                 setsid=True,
                 setsigdef=[SIGPIPE, SIGXFSZ],  # Python ignores these, a program must not
             )
@@ -193,6 +209,8 @@ class Exec:
             data = os.read(fd, RAW_BYTES_MAX)
         except BlockingIOError:
             return False
+        except OSError:  # a terminal that nobody has any more
+            data = b""
         if data:
             self.agent.answer(self.request, data, stream=self.outputs[fd])
         else:
@@ -348,7 +366,7 @@ class Agent:
         request, argv = fields["id"], fields["argv"]
         if request in self.execs or not argv:
             raise ValueError("the id is in use, or argv is empty")
-        self.execs[request] = Exec(self, request, argv, fields["stdin"])
+        self.execs[request] = Exec(self, request, argv, fields["stdin"], fields.get("tty"))
 
     def stdin(self, fields: dict[str, Any], raw: bytes) -> None:
         running = self.execs.get(fields["target"])

@@ -334,6 +334,36 @@ def test_timeout_and_cancellation_kill_all_that_the_program_has_started(tmp_path
     run(tmp_path, scenario)
 
 
+def test_a_program_has_a_terminal_of_its_own(tmp_path: Path) -> None:
+    """It controls the session, has the size and name asked for, and turns Ctrl-C into SIGINT."""
+
+    async def scenario(port: Port, guest: Guest) -> None:
+        shown = bytearray()
+
+        async def keys() -> AsyncIterator[bytes]:
+            yield b"read it\n"
+            await until(lambda: b"sleeping" in shown)
+            yield b"\x03"
+
+        script = "tty; stty size; echo $TERM; read x; echo \"[$x]\"; trap 'echo interrupted; exit 7' INT; "
+        argv = ["sh", "-c", f"{script}: >/dev/tty && echo sleeping; sleep 1000 & wait"]
+        done = await guest.exec(
+            argv,
+            input=keys(),
+            timeout_s=PATIENCE_S,
+            tty=(33, 77, "vt220"),
+            on_output=lambda _, data: shown.extend(data),
+        )
+        assert done.code == 7 and re.fullmatch(
+            rb"(read it\r\n)?/dev/pts/\d+\r\n(read it\r\n)?33 77\r\n(read it\r\n)?vt220\r\n(read it\r\n)?"
+            rb"\[read it\]\r\nsleeping\r\n\^Cinterrupted\r\n",
+            done.stdout,
+        ), done
+        assert (await guest.exec(["tty"], timeout_s=PATIENCE_S)).stdout == b"not a tty\n"
+
+    run(tmp_path, scenario)
+
+
 def test_background_program_that_keeps_the_output_open_delays_nobody(tmp_path: Path) -> None:
     async def scenario(port: Port, guest: Guest) -> None:
         pid = int(await guest.run("sleep 1000 & echo $!", timeout_s=PATIENCE_S))

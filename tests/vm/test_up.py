@@ -312,6 +312,15 @@ def test_console_and_top_on_a_terminal(emu: Emu, lab: Any) -> None:
         os.write(master, b"\x1d")
         assert process.wait(60) == 0
         assert termios.tcgetattr(master) == before
+    with terminal(emu.command("exec", "-t", "web", "--", "sh"), emu.environment) as (master, process):
+        read_until(master, rb"[#$] ")
+        os.write(master, b"stty size; sleep 1002\n")
+        read_until(master, rb"40 100\r\n")
+        os.write(master, b"\x03")  # the sleep's, not ours
+        read_until(master, rb"[#$] ")
+        os.write(master, b"exit 5\n")
+        assert process.wait(60) == 5
+    assert b"-t needs a terminal" in emu("exec", "-t", "web", "--", "sh", code=125).stderr
     with terminal(emu.command("top", "--interval", "0.1"), emu.environment) as (master, process):
         for _ in range(3):
             read_until(master, rb"card\.a")
