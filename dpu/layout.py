@@ -28,6 +28,7 @@ entries grow for ever; queue positions and the phase are derived from them (posi
 from __future__ import annotations
 
 import ctypes
+import zlib
 from typing import Any, Final
 
 import numpy as np
@@ -384,7 +385,7 @@ TRACE: Final = _words(
     "taken",  # by control
     "answered",  # by control
     "done",  # completion posted
-    "controller",
+    "client",
     "sqid",
     "cid",
     "opcode",
@@ -396,8 +397,15 @@ TRACE: Final = _words(
     "why",  # WHY_*: why it left the asic
 )
 TRACE_BYTES: Final = TRACE.itemsize
-TRACE_HEADER: Final = 128  # before the records: how many were written, ever
+TRACE_HEADER: Final = 128  # before the records: how many were written, ever; whether it is switched on; TRACE_SHAPE
+TRACE_SHAPE: Final = zlib.crc32(repr(TRACE.descr).encode())  # other code may have other records (dpu.upgrade)
 TRACE_SLOT: Final = _words("handed", "taken", "answered", "why")
+
+
+def trace_bytes(entries: int) -> int:
+    """Of the area for so many traced commands."""
+    return TRACE_HEADER + entries * TRACE_BYTES
+
 
 WHY_ADMIN: Final = 1
 WHY_FILE: Final = 2

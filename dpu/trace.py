@@ -13,8 +13,8 @@ Stages of a command, in order; those that it did not go through are left out:
     from control  in the ring back, completed at the next pass
 An Asynchronous Event Request has no stages but the time that it is parked.
 
-Limits: the newest ``entries`` commands of each poller, in memory of the worker: they end with it, and so does the
-tracing. Needs the stamps (``DPU_EMU_STAMPS``).
+Limits: the newest ``entries`` commands of each poller, in kept memory: a worker that dies leaves what it wrote down
+until then, and the next one goes on with it. Needs the stamps (``DPU_EMU_STAMPS``).
 Source: "Trace Event Format" (Google, 2016): nestable asynchronous events, which Perfetto and chrome://tracing read.
 """
 
@@ -72,7 +72,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Part:
-    """What one poller has: TRACE records, how many older ones are lost, controllers by index, ticks to ns."""
+    """What one poller has: TRACE records, how many older ones are lost, controllers by client, ticks to ns."""
 
     records: Any
     lost: int
@@ -83,7 +83,7 @@ class Part:
 def commands(parts: Sequence[Part]) -> list[Command]:
     """By time of arrival: all pollers have one clock, so one ``to_ns`` for all."""
     found = [
-        command(record, part.names.get(int(record["controller"]), "gone"), part.to_ns)
+        command(record, part.names.get(number := int(record["client"]), f"client {number}"), part.to_ns)
         for part in parts
         for record in part.records
     ]

@@ -279,6 +279,7 @@ class Worker:
             poller.record.counters = _flag("DPU_EMU_COUNTERS", 1)
             poller.record.kill_point = layout.KILL_POINTS.get(killpoint.NAME, 0)
             poller.record.kill_after = killpoint.parse(os.environ.get(killpoint.VARIABLE, ""))[1]
+            self._adopt_trace(i, poller)
             self.pollers.append(poller)
             asyncio.get_running_loop().add_reader(poller.control_fd, self._woken, poller)
         self.health.words[Health.POLLERS] = len(self.pollers)
@@ -465,6 +466,7 @@ class Worker:
         packet.close()
         fd = self._fds.get(self._keys(number)[0], -1)
         if fd >= 0 and subsystem is not None:
+            fd = self._fds[self._keys(number)[0]] = self._current(number, fd)
             area = mmap.mmap(fd, layout.STATE_BYTES)
             spaces = np.frombuffer(area, layout.SPACE, layout.NAMESPACES, layout.SPACE_OFFSET).view(np.recarray)
             rows = [Row(number, nsid, 0, words) for nsid, words in enumerate(spaces, 1)]
@@ -675,24 +677,45 @@ class Worker:
         if not _flag("DPU_EMU_STAMPS", 1) or not TRACEABLE:
             raise invalid("nothing can be traced with DPU_EMU_STAMPS=0 or DPU_EMU_TRACE=0")
         await self.trace_stop()
-        for poller in self.pollers:
-            poller.make_trace(entries)
-        self._tracing = True
+        for number, poller in enumerate(self.pollers):
+            fd = os.memfd_create("trace", os.MFD_CLOEXEC)
+            os.ftruncate(fd, layout.trace_bytes(entries))
+            poller.make_trace(entries, fd)
+            self.stash(f"trace/{number}", fd)
+            os.close(fd)
+        self._switch_trace(True)
         for client in self._open_clients():
             client.plane.set_trace(True)
 
     async def trace_stop(self) -> None:
-        self._tracing = False
+        self._switch_trace(False)
         for client in self._open_clients():
             client.plane.set_trace(False)
         for poller in self.pollers:
             await poller.grace()
 
+    def _switch_trace(self, on: bool) -> None:
+        """The next worker does as this one."""
+        self._tracing = on
+        for poller in self.pollers:
+            if poller.trace is not None:
+                poller.trace[8:24].view(np.int64)[:] = on, layout.TRACE_SHAPE
+
+    def _adopt_trace(self, number: int, poller: Poller) -> None:
+        fd = self._fds.pop(f"trace/{number}", -1)
+        if fd < 0:
+            return
+        on, its_shape = struct.unpack("qq", os.pread(fd, 16, 8))
+        if its_shape == layout.TRACE_SHAPE:
+            poller.make_trace((os.fstat(fd).st_size - layout.TRACE_HEADER) // layout.TRACE_BYTES, fd)
+            self._tracing = bool(on)
+        os.close(fd)
+
     def trace(self) -> list[trace.Part]:
         parts = []
         for poller in self.pollers:
             if poller.trace is not None:
-                names = {c.plane.index: c.subsystem.nqn for c in self._open_clients() if c.plane.poller is poller}
+                names = {client.number: client.subsystem.nqn for client in self._open_clients()}
                 parts.append(trace.Part(*trace.records(poller.trace), names, self.pollers[0].to_ns))
         return parts
 

@@ -582,7 +582,7 @@ def trace_command(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
     r.taken = extra.taken
     r.answered = extra.answered
     r.done = ticks()
-    r.controller = c.index
+    r.client = c.client
     r.sqid = entry.sqid
     r.cid = signed(entry.sqe.cid)
     r.opcode = signed(entry.sqe.opcode)

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ctypes
 import functools
+import mmap
 import os
 import threading
 import time
@@ -226,9 +227,12 @@ class Poller:
         store_u64(ring + layout.RING_HEAD, tail)
         return found
 
-    def make_trace(self, entries: int) -> None:
-        """A new area for traced commands (a power of two of them), while no controller is traced."""
-        self.trace = np.zeros(layout.TRACE_HEADER + entries * layout.TRACE_BYTES, np.uint8)
+    def make_trace(self, entries: int, fd: int = -1) -> None:
+        """An area for traced commands (a power of two of them), while no controller is traced.
+
+        ``fd``: a memfd of ``layout.trace_bytes``, which stays the caller's; -1: memory of this process.
+        """
+        self.trace = np.frombuffer(mmap.mmap(fd, layout.trace_bytes(entries)), np.uint8)
         self.record.trace_mask = entries - 1
         store_u64(self.address + layout.offset_of(layout.POLLER, "trace_ring"), int(self.trace.ctypes.data))
 

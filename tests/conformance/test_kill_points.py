@@ -393,3 +393,29 @@ def test_a_guest_that_workers_die_of_is_cut_off() -> None:
         with connected(target) as again:
             again.enable()
             assert again.read(again.create_queue_pair(1, 8), NS_512, 0, 512) == bytes(512)
+
+
+def test_a_trace_outlives_its_worker(tmp_path: Path) -> None:
+    """What led to a death can be read after it, tracing goes on, and what was stopped stays stopped."""
+    with running() as (daemon, target, _), connected(target) as nvme:
+        nvme.enable()
+        queue = nvme.create_queue_pair(1, 8)
+        daemon.rpc("dpu_trace_start", {"entries": 64})
+
+        def read(*blocks: int) -> list[int]:
+            """Read these blocks, then save; the blocks that the trace says were read."""
+            for block in blocks:
+                nvme.read(queue, NS_512, block, 512)
+            daemon.rpc("dpu_trace_save", {"filename": str(tmp_path / "trace")})
+            lines = [line.split() for line in (tmp_path / "trace").read_text().splitlines() if target.nqn in line]
+            return [int(line[5]) for line in lines]
+
+        assert read(7, 3) == [7, 3]
+        daemon.kill_worker()
+        assert read() == [7, 3]
+        assert read(9) == [7, 3, 9]
+        daemon.rpc("dpu_trace_stop")
+        daemon.kill_worker()
+        assert read(1) == [7, 3, 9]
+        daemon.rpc("dpu_trace_start", {"entries": 64})
+        assert read(2) == [2]

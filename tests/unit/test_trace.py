@@ -165,7 +165,7 @@ def record(**fields: int) -> Any:
 def commands() -> list[trace.Command]:
     rows = [
         record(cid=3, lba=77, bytes=4096, nsid=1),
-        record(seen=1200, begun=1600, handed=2000, done=5000, where=1, why=2, cid=4, controller=1, opcode=1),
+        record(seen=1200, begun=1600, handed=2000, done=5000, where=1, why=2, cid=4, client=1, opcode=1),
         record(seen=1300, handed=1600, taken=1900, answered=1800, done=2500, where=2, why=1, sqid=0, opcode=6),
         record(seen=2000, begun=1900, done=1950, cid=9, status=0x4281),  # clocks that differ
     ]
