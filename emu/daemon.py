@@ -56,12 +56,33 @@ OWN_OPTIONS = ("force_mappable_bar0", *LISTENER_OPTIONS)
 
 @dataclass(frozen=True)
 class NamespaceConfig:
-    """``size``, ``block_size`` in bytes. ``path``: only for "file"; None is a new file of the lab's own."""
+    """``size``, ``block_size`` in bytes. ``path``: only for "file"; None is a new file of the lab's own.
+
+    ``group``: it is a volume of this group of its DPU; then only ``size`` and ``thin`` count.
+    """
 
     backend: Literal["memory", "null", "file"] = "memory"
     size: int = 1 << 30
     block_size: int = 512
     path: Path | None = None
+    group: str = ""
+    thin: bool = False
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """A group of volumes on a back end of its own. ``size``: bytes for volumes; ``cluster_size`` in bytes."""
+
+    name: str
+    backend: Literal["memory", "file"] = "memory"
+    size: int = 1 << 30
+    block_size: int = 512
+    cluster_size: int = 1 << 20
+
+    @property
+    def base(self) -> NamespaceConfig:
+        """The back end; a cluster of it is the group's own."""
+        return NamespaceConfig(self.backend, self.size + self.cluster_size, self.block_size)
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,7 @@ class DpuConfig:
     cpus: str = ""
     engine: Engine = "dpud"
     options: tuple[str, ...] = ()
+    groups: tuple[GroupConfig, ...] = ()
 
 
 class DpuError(EmuError):
@@ -152,10 +174,20 @@ def backing_file(config: DpuConfig, controller: ControllerConfig, nsid: int, fil
     return (controller.namespaces[nsid - 1].path or own).absolute()
 
 
+def group_file(config: DpuConfig, group: GroupConfig, files: Path) -> Path:
+    """Where the lab makes the file of a group."""
+    return (files / f"{config.name}.{group.name}.raw").absolute()
+
+
 def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str, dict[str, Any]]]:
     """The JSON-RPC calls that make a bare dpud (or SPDK's nvmf_tgt) what ``config`` says, in order."""
     transport = {"trtype": "VFIOUSER", **dict.fromkeys(config.options, True)}
     calls: list[tuple[str, dict[str, Any]]] = [("nvmf_create_transport", transport)]
+    for group in config.groups:
+        base = f"{group.name}.base"
+        calls.append(_bdev_call(base, group.base, group_file(config, group, files)))
+        store = {"bdev_name": base, "lvs_name": group.name, "cluster_sz": group.cluster_size}
+        calls.append(("bdev_lvol_create_lvstore", store))
     for controller in config.controllers:
         name = nqn(config.name, controller.name)
         identity: dict[str, Any] = {
@@ -170,7 +202,8 @@ def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str
         for nsid, namespace in enumerate(controller.namespaces, 1):
             bdev = bdev_name(controller.name, nsid)
             calls.append(_bdev_call(bdev, namespace, backing_file(config, controller, nsid, files)))
-            add = {"nqn": name, "namespace": {"bdev_name": bdev, "nsid": nsid}}
+            alias = f"{namespace.group}/{bdev}" if namespace.group else bdev
+            add = {"nqn": name, "namespace": {"bdev_name": alias, "nsid": nsid}}
             calls.append(("nvmf_subsystem_add_ns", add))
         folder = str(listener_directory(directory, controller.name))
         address = {"trtype": "VFIOUSER", "traddr": folder, "trsvcid": "0"}
@@ -180,6 +213,9 @@ def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str
 
 
 def _bdev_call(bdev: str, namespace: NamespaceConfig, path: Path) -> tuple[str, dict[str, Any]]:
+    if namespace.group:
+        volume = {"lvs_name": namespace.group, "lvol_name": bdev, "size_in_mib": namespace.size >> 20}
+        return "bdev_lvol_create", {**volume, "thin_provision": namespace.thin}
     if namespace.backend == "file":
         file = {"filename": str(path), "name": bdev, "block_size": namespace.block_size}
         return "bdev_aio_create", file
@@ -298,6 +334,9 @@ class Dpu:
 
     async def configure(self) -> None:
         """Make it what ``config`` says; makes the back ends' files first."""
+        for group in self.config.groups:
+            if group.backend == "file":
+                make_file(group_file(self.config, group, self.files), group.base.size)
         for controller in self.config.controllers:
             listener_directory(self.directory, controller.name).mkdir(mode=0o700, exist_ok=True)
             for nsid, namespace in enumerate(controller.namespaces, 1):

@@ -40,6 +40,11 @@ SPDK_RPC: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "bdev_malloc_create": lambda p: ["-b", p["name"], _size_mib(p), p["block_size"]],
     "bdev_null_create": lambda p: [p["name"], _size_mib(p), p["block_size"]],
     "bdev_aio_create": lambda p: [p["filename"], p["name"], p["block_size"]],
+    "bdev_lvol_create_lvstore": lambda p: [p["bdev_name"], p["lvs_name"], "-c", p["cluster_sz"]],
+    "bdev_lvol_create": lambda p: [
+        *("-l", p["lvs_name"], p["lvol_name"], p["size_in_mib"]),
+        *["-t"] * p["thin_provision"],
+    ],
     "nvmf_subsystem_add_ns": lambda p: [p["nqn"], p["namespace"]["bdev_name"], "-n", p["namespace"]["nsid"]],
     "nvmf_subsystem_add_listener": lambda p: [
         *(p["nqn"], "-t", p["listen_address"]["trtype"], "-a", p["listen_address"]["traddr"]),
@@ -132,7 +137,9 @@ def _directories(plan: Plan, directory: Path) -> Iterator[Path]:
 def _files(config: LabConfig, plan: Plan) -> Iterator[tuple[Path, int]]:
     """The files behind namespaces and their sizes in bytes, in the order of the calls that open them."""
     for dpu in config.dpus:
-        sizes = [one.size for controller in dpu.controllers for one in controller.namespaces if one.backend == "file"]
+        namespaces = [one for controller in dpu.controllers for one in controller.namespaces]
+        bases = [group.base for group in dpu.groups]
+        sizes = [one.size for one in (*bases, *namespaces) if one.backend == "file"]
         opened = [p["filename"] for method, p in plan.rpc[dpu.name] if method == "bdev_aio_create"]
         yield from zip(map(Path, opened), sizes, strict=True)
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dpu.errors import EmuError
 from emu import accel, images, qemu, snapshot
 from emu.accel import Accel
-from emu.daemon import ControllerConfig, Dpu, DpuConfig, NamespaceConfig, daemon_command, rpc_calls
+from emu.daemon import ControllerConfig, Dpu, DpuConfig, GroupConfig, NamespaceConfig, daemon_command, rpc_calls
 from emu.fabric.spec import FabricSpec
 from emu.ledger import Ledger
 from emu.paths import cache_dir
@@ -46,6 +46,7 @@ __all__ = [
     "ControllerConfig",
     "DiskConfig",
     "DpuConfig",
+    "GroupConfig",
     "Lab",
     "LabConfig",
     "NamespaceConfig",

@@ -45,7 +45,7 @@ from dpu.errors import EmuError, UsageError
 from dpu.host_memory import memory_available_bytes
 from emu.daemon import LISTENER_OPTIONS, OWN_OPTIONS, TRANSPORT_OPTIONS
 from emu.fabric.spec import FabricSpec
-from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
+from emu.lab import ControllerConfig, DiskConfig, DpuConfig, GroupConfig, LabConfig, NamespaceConfig, VmConfig
 from emu.toml_lines import Path as KeyPath
 from emu.toml_lines import key_lines, line_of
 from emu.units import Size, format_size
@@ -71,15 +71,43 @@ class NamespaceSpec(_Spec):
     block_size: Literal[512, 4096] = 512
     path: str | None = None
     """Of backend "file": the user's own file, made if it is not there. None: one of the lab's own."""
+    group: str | None = None
+    """It is a volume of this group of its DPU."""
+    thin: bool = False
 
     @model_validator(mode="after")
     def _consistent(self) -> NamespaceSpec:
+        if self.group is None and self.thin:
+            raise ValueError("thin is of a volume; say the group that it is in")
+        if self.group is not None:
+            wrong = sorted({"backend", "block_size", "path"} & self.model_fields_set)
+            if wrong:
+                raise ValueError(f"{wrong[0]} is that of the group; leave it out")
+            if self.size % (1 << 20):
+                raise ValueError("the size of a volume is a whole number of MiB")
         if self.path is not None and self.backend != "file":
             raise ValueError(f'path goes with backend = "file", not with "{self.backend}"')
         if self.size > _SIZE_MAX:
             raise ValueError(f"size {self.size} is too large; the largest is {format_size(_SIZE_MAX)}")
         if self.size % self.block_size:
             raise ValueError(f"size {self.size} is not a multiple of block_size {self.block_size}")
+        return self
+
+
+class GroupSpec(_Spec):
+    """A group of volumes, of ``size`` for all of them together."""
+
+    backend: Literal["memory", "file"] = "memory"
+    size: Size = Field(default=1 << 30, ge=1)
+    block_size: Literal[512, 4096] = 512
+    cluster_size: Size = 1 << 20
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GroupSpec:
+        if self.cluster_size.bit_count() != 1 or not 4096 <= self.cluster_size <= 64 << 20:
+            raise ValueError("cluster_size is a power of two from 4K to 64M")
+        if self.size % self.cluster_size:
+            raise ValueError(f"size {self.size} is not a multiple of cluster_size {self.cluster_size}")
         return self
 
 
@@ -97,6 +125,7 @@ class DpuSpec(_Spec):
     engine: Literal["dpud", "spdk"] = "dpud"
     """"spdk": the user's own ``nvmf_tgt`` from SPDK_DIR in place of ``dpud``."""
     nvme: dict[str, ControllerSpec] = Field(default={}, max_length=CONTROLLERS_MAX)
+    group: dict[str, GroupSpec] = {}
     force_mappable_bar0: bool = False
     disable_mappable_bar0: bool = False
     disable_shadow_doorbells: bool = False
@@ -203,7 +232,9 @@ class Scenario:
             ControllerConfig(
                 name=controller_name,
                 namespaces=tuple(
-                    NamespaceConfig(spec.backend, spec.size, spec.block_size, self._path(spec.path))
+                    NamespaceConfig(
+                        spec.backend, spec.size, spec.block_size, self._path(spec.path), spec.group or "", spec.thin
+                    )
                     for spec in controller.namespaces
                 ),
                 serial=controller.serial,
@@ -213,7 +244,8 @@ class Scenario:
             for controller_name, controller in dpu.nvme.items()
         )
         cpus, options = ",".join(map(str, dpu.cpus)), _chosen(dpu, TRANSPORT_OPTIONS)
-        return DpuConfig(name, controllers, cpus=cpus, engine=dpu.engine, options=options)
+        groups = tuple(GroupConfig(name, **group.model_dump()) for name, group in dpu.group.items())
+        return DpuConfig(name, controllers, cpus=cpus, engine=dpu.engine, options=options, groups=groups)
 
     def _path(self, path: str | None) -> Path | None:
         return None if path is None else self.folder / path
@@ -340,6 +372,7 @@ class _Checker:
         self.check_attachments()
         self.check_shared(vms, dpus)
         self.check_engines(vms, dpus)
+        self.check_groups(dpus)
         self.check_machine(vms, dpus)
         workloads = self.workloads()
         fabric: FabricSpec | None = None
@@ -367,6 +400,8 @@ class _Checker:
                 self.problem(
                     path, f'"{name}" is the name of a DPU too; their folders would be one: rename one of them'
                 )
+            for group in _table(_table(raw).get("group")) if kind == "dpu" else ():
+                self.check_name((*path, "group", group), group)
             for controller in _table(_table(raw).get("nvme")) if kind == "dpu" else ():
                 self.check_name((*path, "nvme", controller), controller)
                 if controller == "rpc":
@@ -428,6 +463,23 @@ class _Checker:
         for name, vm in vms.items():
             take(("vm", name, "disk"), vm.disk)
 
+    def check_groups(self, dpus: Mapping[str, DpuSpec]) -> None:
+        """Every volume's group is there, and has room for those that are not thin."""
+        left = {(name, group): spec.size for name, dpu in dpus.items() for group, spec in dpu.group.items()}
+        for path, controller in _controllers(dpus):
+            name = str(path[1])
+            for index, spec in enumerate(controller.namespaces):
+                at = (*path, "namespaces", index)
+                if spec.group is None:
+                    continue
+                if (name, spec.group) not in left:
+                    self.problem((*at, "group"), _unknown("group", spec.group, dpus[name].group))
+                elif not spec.thin:
+                    left[name, spec.group] -= spec.size
+                    if left[name, spec.group] < 0:
+                        message = f'group "{spec.group}" has no room for this; make it larger, or say thin = true'
+                        self.problem((*at, "size"), message)
+
     def check_engines(self, vms: Mapping[str, VmSpec], dpus: Mapping[str, DpuSpec]) -> None:
         """SPDK is asked for nothing that only dpud can."""
         theirs = {name for name, dpu in dpus.items() if dpu.engine == "spdk"}
@@ -475,9 +527,18 @@ class _Checker:
                 if (value := getattr(vm, key)) is not None:
                     self.check_file(("vm", name, key), self.folder / value, rights)
         promised, available = 0, memory_available_bytes()
+        for name, dpu in dpus.items():
+            for group_name, group in dpu.group.items():
+                promised += group.size if group.backend == "memory" else 0
+                if promised > available:
+                    message = f"groups in memory need {format_size(promised)} up to here, and "
+                    message += f'{format_size(available)} are available; make them smaller, or take backend = "file"'
+                    self.problem(("dpu", name, "group", group_name, "size"), message)
         for path, controller in _controllers(dpus):
             for index, spec in enumerate(controller.namespaces):
                 at = (*path, "namespaces", index)
+                if spec.group is not None:
+                    continue
                 if spec.backend == "memory":
                     if promised <= available < promised + spec.size:
                         self.problem(

@@ -577,21 +577,11 @@ class Group:
                 self.files.copy(*source, *target, self.cluster_bytes)
 
     def _install(self, number: int, index: int, old: int, place: int) -> bool:
-        """Exchange an entry by one of ``place``, -1 by none, if it is still ``old``."""
+        """Exchange an entry by one of ``place``, if it is still ``old``."""
         leaves = self.area.leaf_pool(layout.CONTROL_AREA)
         if not self.area.level(leaves):
             self.area.fill(leaves, self.supply.take_leaves(LEAVES_AT_ONCE))
-        if place >= 0:
-            return self.area.install(number, index, old, place, layout.LOG_COPY if old else layout.LOG_ALLOCATE)
-        owned = old >> PLACE_BITS == self.area.volumes[number].epoch
-        return self.area.install(number, index, old, 0, layout.LOG_FREE if owned else layout.LOG_DROP)
-
-    async def free(self, volume: int, first: int, count: int) -> None:
-        """As VolumeStore's."""
-        for index in range(first, first + count):
-            while old := int(self.area.entries(volume, index, 1)[0]):
-                if self._install(volume, index, old, -1):
-                    break
+        return self.area.install(number, index, old, place, layout.LOG_COPY if old else layout.LOG_ALLOCATE)
 
     # ----------------------------------------------------------------------------------------------------- management
 

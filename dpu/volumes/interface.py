@@ -34,9 +34,6 @@ class VolumeStore(Protocol):
         OSError: ENOSPC when the group is full, else that of the back end. Calls for one cluster wait for each other.
         """
 
-    async def free(self, volume: int, first: int, count: int) -> None:
-        """Unmap whole clusters (Deallocate by a thread of control)."""
-
     async def commit(self, volume: int) -> None:
         """Make durable what was completed before: data, then the map. OSError when it cannot be."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemon import MIB, Daemon, Target
+from tests.support.daemon import MIB, Daemon, RpcError, Target
 from tests.support.load import Load
 from tests.support.nvme_driver import GuestRam, Nvme, NvmeError, SubmissionQueue
 
 GROUP = "lvs"
-NAMESPACE_IS_WRITE_PROTECTED = 0x20
+CLUSTER = MIB // 512  # blocks
+CAPACITY_EXCEEDED, NAMESPACE_IS_WRITE_PROTECTED = 0x81, 0x20
 
 
 class Card:
@@ -159,3 +161,59 @@ def test_a_daemon_started_anew_finds_them(card: Card, end: int) -> None:
     card.add_base()
     card.serve()
     assert card.read(card.add("v"), 100) == pattern(2) and card.read(card.add("s"), 100) == pattern(1)
+
+
+def test_a_full_group_says_so_and_heals(card: Card) -> None:
+    """63 clusters: each first write of one finds room, the next one does not; freeing gives it back."""
+    nsid = card.create("v", 100)
+    for cluster in range(63):
+        card.write(nsid, cluster * CLUSTER, pattern(1))
+    with pytest.raises(NvmeError) as error:
+        card.write(nsid, 63 * CLUSTER, pattern(1))
+    assert error.value.status == CAPACITY_EXCEEDED and card.free_clusters() == 0
+    card.write(nsid, 5, pattern(2))  # what is mapped can be written
+    assert card.nvme.dsm(card.queue, nsid, [(10 * CLUSTER, CLUSTER), (20 * CLUSTER, CLUSTER)]) == 0
+    card.write(nsid, 63 * CLUSTER, pattern(3))
+    card.rpc("snapshot", lvol_name=f"{GROUP}/v", snapshot_name="s")
+    card.write(nsid, 0, pattern(4))  # the last one, for a copy
+    with pytest.raises(NvmeError):
+        card.write(nsid, CLUSTER, pattern(4))
+    with pytest.raises(RpcError, match="No space left on device"):
+        card.create("w", 1, thin=False)
+    card.delete("s")  # what they share is the volume's own again
+    card.write(nsid, CLUSTER, pattern(5))
+    assert card.free_clusters() == 1  # what the snapshot had before the copy
+    assert card.read(nsid, 0) + card.read(nsid, 5) == pattern(4) + pattern(2)
+    assert card.read(nsid, CLUSTER) + card.read(nsid, 63 * CLUSTER) == pattern(5) + pattern(3)
+    assert card.read(nsid, 10 * CLUSTER) == bytes(512)
+
+
+def test_no_volume_shows_what_was_another_s(card: Card) -> None:
+    """A group filled with 0xAA and emptied; then 512 bytes in each cluster of another volume, with kills."""
+    nsid = card.create("a", 62, thin=False)
+    for lba in range(0, 62 * CLUSTER, 256):
+        card.write(nsid, lba, pattern(0xAA, 128 << 10))
+    card.delete("a")
+    nsid, rng = card.create("b", 62), random.Random(1)
+    places = [cluster * CLUSTER + rng.randrange(CLUSTER) for cluster in range(62)]
+    for number, lba in enumerate(places):
+        card.write(nsid, lba, pattern(1))
+        if number % 20 == 10:
+            card.daemon.kill_worker()
+    for lba in range(0, 62 * CLUSTER, 256):
+        expected = bytearray(128 << 10)
+        for place in places:
+            if lba <= place < lba + 256:
+                expected[(place - lba) * 512 : (place - lba + 1) * 512] = pattern(1)
+        assert card.read(nsid, lba, 128 << 10) == expected
+
+
+@pytest.mark.slow
+def test_ten_thousand_volumes(card: Card) -> None:
+    for number in range(10_000):
+        card.rpc("create", lvs_name=GROUP, lvol_name=f"v{number}", size_in_mib=16, thin_provision=True)
+    nsid = card.add("v9999")
+    card.write(nsid, 7, pattern(1))
+    card.daemon.kill_worker()
+    assert card.read(nsid, 7) == pattern(1) and card.read(card.add("v5000"), 7) == bytes(512)
+    assert len(card.daemon.rpc("bdev_lvol_get_lvols")) == 10_000

@@ -26,7 +26,18 @@ from dpu.errors import RpcError
 from dpu.layout import PLACE
 from dpu.volumes.group import Group, database_of
 from dpu.volumes.volume import Volume
-from tests.support.volumes import Death, Disk, Killed, MortalHost, PythonPoller, make_file, mortal, read, write
+from tests.support.volumes import (
+    Death,
+    Disk,
+    Killed,
+    MortalHost,
+    PythonPoller,
+    discard,
+    make_file,
+    mortal,
+    read,
+    write,
+)
 
 CLUSTER, BLOCK = 4096, 512
 BLOCKS = CLUSTER // BLOCK
@@ -346,14 +357,13 @@ class Volumes(RuleBasedStateMachine):
         if name is None:
             return
         index %= self.model[name].size
-        poller, volume, number = (
-            PythonPoller(self.group, self.death.step),
-            self.volume(name),
-            self.volume(name).number,
-        )
+        poller, volume = PythonPoller(self.group, self.death.step), self.volume(name)
         for block in range(BLOCKS):
             self.written.setdefault((volume.name, index, block), set()).add(0)
-        work = (lambda: poller.discard(volume, index)) if polled else (lambda: self.group.free(number, index, 1))
+
+        def work() -> Awaitable[None]:
+            return poller.discard(volume, index) if polled else discard(volume, index)
+
         self.change(work, lambda model: do_discard(model, name, index), dies, commits=False)
 
     @rule(pick=PICKS, dies=DIES)

@@ -12,7 +12,8 @@ from pathlib import Path
 from dpu import layout
 from dpu.backends import Backend, FileBackend, MemoryBackend
 from dpu.fastpath.atomics import load_u64, store_u64
-from dpu.layout import LEAF_ENTRIES, PLACE, PLACE_BITS, RING_HEAD, RING_TAIL
+from dpu.layout import BLOCK_ERASE, CONTROL_AREA, LEAF_ENTRIES, PLACE, PLACE_BITS, RING_HEAD, RING_TAIL
+from dpu.nvme.io import help_out
 from dpu.volumes.area import Area
 from dpu.volumes.data import Files
 from dpu.volumes.group import Group
@@ -73,6 +74,14 @@ async def write(volume: Volume, offset: int, data: bytes) -> None:
     while not owned(volume, index):
         await volume.store.make_writable(volume.number, index, 1)
     _write_in_place(volume, offset, data)
+
+
+async def discard(volume: Volume, index: int) -> None:
+    """Unmap a cluster as a thread of control does it."""
+    size = volume.store.cluster_bytes
+    while (answer := volume.area.ask(volume.number, BLOCK_ERASE, index * size, size, free=True)).why:
+        await help_out(volume.store, answer.why, CONTROL_AREA, volume.number, answer.first, answer.clusters)
+    assert answer.done == size and not answer.extents
 
 
 def entry_of(volume: Volume, index: int) -> int:

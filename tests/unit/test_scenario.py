@@ -13,7 +13,15 @@ import emu.scenario
 from dpu import layout
 from dpu.target import Listener, Transport
 from emu.daemon import LISTENER_OPTIONS, TRANSPORT_OPTIONS, rpc_calls
-from emu.lab import ControllerConfig, DiskConfig, DpuConfig, LabConfig, NamespaceConfig, VmConfig
+from emu.lab import (
+    ControllerConfig,
+    DiskConfig,
+    DpuConfig,
+    GroupConfig,
+    LabConfig,
+    NamespaceConfig,
+    VmConfig,
+)
 from emu.scenario import CONTROLLERS_MAX, ScenarioError, load, parse
 from emu.units import format_duration, format_size, parse_duration, parse_size
 from emu.workloads.fio import FioParams
@@ -116,6 +124,24 @@ def test_the_only_vm_and_the_only_controller_need_no_naming() -> None:
     assert [(params.vm, params.device) for params in scenario.workloads] == [("a", "d.c")]
 
 
+def test_namespaces_may_be_volumes_of_a_group() -> None:
+    text = VOLUME % 'group = "pool", size = "8G", thin = true }, { group = "pool", size = "2G"'
+    (dpu,) = parse(text, "x.toml", Path()).lab_config().dpus
+    assert dpu.groups == (GroupConfig("pool", "memory", 2 << 30, 512, 1 << 20),)
+    thin, thick = dpu.controllers[0].namespaces
+    assert (thin.group, thin.size, thin.thin) == ("pool", 8 << 30, True) and (thick.group, thick.thin) == (
+        "pool",
+        False,
+    )
+    calls = rpc_calls(dpu, Path("/run"), Path("/files"))
+    assert calls[1] == ("bdev_malloc_create", {"name": "pool.base", "num_blocks": 2049 << 11, "block_size": 512})
+    group = {"bdev_name": "pool.base", "lvs_name": "pool", "cluster_sz": 1 << 20}
+    assert calls[2] == ("bdev_lvol_create_lvstore", group)
+    volume = {"lvs_name": "pool", "lvol_name": "c.1", "size_in_mib": 8192, "thin_provision": True}
+    assert calls[4] == ("bdev_lvol_create", volume)
+    assert calls[5][1]["namespace"] == {"bdev_name": "pool/c.1", "nsid": 1}
+
+
 def test_packaged_scenarios_are_right() -> None:
     files = [file for file in (resources.files("emu") / "scenarios").iterdir() if file.name.endswith(".toml")]
     assert any(file.name == "demo.toml" for file in files)
@@ -171,6 +197,7 @@ def test_what_other_tools_call_a_key_is_understood(key: str, meant: str) -> None
 
 
 BASE = '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n'
+VOLUME = BASE + 'namespaces = [{ %s }]\n[dpu.d.group.pool]\nsize = "2G"\n'
 
 
 @pytest.mark.parametrize(
@@ -196,6 +223,13 @@ BASE = '[vm.a]\nnvme = ["d.c"]\n[dpu.d.nvme.c]\n'
         (BASE + '[vm.b]\n[[workload]]\ntype = "fs"\nvm = "b"\ndevice = "d.c"\n', '7: "d.c" is attached to VM "a"'),
         (BASE + '[[workload]]\ntype = "script"\npath = "x.toml"\ntimeout = 1\nnsid = 2\n', '6: there is no file'),
         ("[vm.a]\n\n[[workloads]]\n", '3: unknown key "workloads"'),
+        (VOLUME % 'group = "poll"', '4: unknown group "poll"; did you mean "pool"?'),
+        (VOLUME % 'group = "pool", size = "3G"', '4: group "pool" has no room for this; make it larger, or say thin'),
+        (VOLUME % 'group = "pool", backend = "file"', "4: backend is that of the group; leave it out"),
+        (VOLUME % 'group = "pool", size = 512', "4: the size of a volume is a whole number of MiB"),
+        (VOLUME % "thin = true", "4: thin is of a volume; say the group that it is in"),
+        (BASE + '[dpu.d.group.pool]\ncluster_size = "3M"', "4: pool: cluster_size is a power of two from 4K to 64M"),
+        (BASE + '[dpu.d.group.pool]\nsize = "100K"', "4: pool: size 102400 is not a multiple of cluster_size"),
         ('[vm.card]\n[dpu.card]\n', '1: "card" is the name of a DPU too'),
         ('[vm.a]\n[dpu.card.nvme.rpc]\n', '2: "rpc" is the name of the DPU\'s RPC socket'),
         ("[vm.a]\n[dpu.d]\ncpus = [0, 7]\n", "3: CPU 7 is not available; allowed: 0, 1"),
