@@ -348,7 +348,8 @@ def map_lookup(ns: Any, local: Any, lba: int, size: int, write: bool) -> int:
     if ns.kind == KIND_MEMORY:
         return ns.host + (lba << ns.shift)
     if ns.kind == KIND_VOLUME:
-        soc.look_ahead(ns, load_u64(local.sq_host + 64 * local.sq_head + 40))  # CDW10 and 11
+        if local.sq_host:  # 0 while a new worker executes the last one's commands, and when DMA maps have changed
+            soc.look_ahead(ns, load_u64(local.sq_host + 64 * local.sq_head + 40))  # CDW10 and 11
         return soc.find(ns, lba << ns.shift, size, write)
     return 0
 

@@ -17,6 +17,7 @@ from tests.support.load import Load
 from tests.support.nvme_driver import GuestRam, Nvme, NvmeError, SubmissionQueue
 
 GROUP = "lvs"
+LIMITS = ("--crash-limit", "0")  # tests kill more often
 CLUSTER = MIB // 512  # blocks
 CAPACITY_EXCEEDED, NAMESPACE_IS_WRITE_PROTECTED = 0x81, 0x20
 
@@ -87,7 +88,7 @@ def card(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Card]:
         base = tmp_path / "disk.img"
         base.touch()
         os.truncate(base, 64 * MIB)
-    with tempfile.TemporaryDirectory(prefix="dpu-t-") as directory, Daemon(Path(directory)) as daemon:
+    with tempfile.TemporaryDirectory(prefix="dpu-t-") as directory, Daemon(Path(directory), args=LIMITS) as daemon:
         card = Card(daemon, base)
         yield card
         card.nvme.close()
