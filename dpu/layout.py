@@ -158,7 +158,8 @@ INFLIGHT: Final = np.dtype(
         ("pending", "<i8"),  # io_uring operations that have not come back
         ("seen", "<i8"),  # stamps in ticks: found in its queue, begun
         ("begun", "<i8"),
-        ("pad", "<i8", (2,)),
+        ("verdict", "<i8"),  # of the gate: VERDICT_*, the number of its rule, and which match of that it is
+        ("due", "<i8"),  # ticks: when it is executed, or HELD
     ]
 )
 
@@ -166,6 +167,15 @@ WHERE_ASIC: Final = 0
 WHERE_URING: Final = 1
 WHERE_CONTROL: Final = 2
 WHERE_PARKED: Final = 3  # an AER: holds no place in the CQ
+WHERE_HEAP: Final = 4  # behind a gate: waits for its time, its turn or its release
+
+VERDICT_RULE: Final = 0xFFFF
+VERDICT_JUDGED: Final = 1 << 16  # it has been counted by the rules
+VERDICT_ADMITTED: Final = 1 << 17  # it has been paid for
+VERDICT_DELAYED: Final = 1 << 18  # ``due`` is set
+VERDICT_CONTROL: Final = 1 << 19  # control carries it out, as the rule says
+VERDICT_MATCH_SHIFT: Final = 20
+HELD: Final = (1 << 63) - 1  # until it is released
 
 # Log-linear histogram of nanoseconds: 8 steps per octave, 2^3 .. 2^40 ns.
 HISTOGRAM_STEP_BITS: Final = 3
@@ -225,7 +235,94 @@ INFLIGHT_STATE: Final = offset_of(INFLIGHT, "state")
 SQ_FETCHED: Final = offset_of(SQ, "fetched")
 CQ_POSTED: Final = offset_of(CQ, "posted")
 
+# ------------------------------------------------------------------------------------------------- kept: gates
+# One area of a daemon: GATE x GATES, RULE x RULES, DELAY x RULES. Sparse: a back end without limits and faults has no
+# gate. Times are in ticks.
+
+# GCRA (ITU-T I.371): conforming unless the theoretical arrival time is more than ``tolerance`` ahead.
+BUCKET: Final = _words("per_unit", "tolerance", "tat", size=32)  # per_unit: ticks << PER_UNIT_SHIFT; 0: no limit
+BUCKET_BYTES: Final = BUCKET.itemsize
+BUCKET_PER_UNIT: Final = offset_of(BUCKET, "per_unit")
+BUCKET_TAT: Final = offset_of(BUCKET, "tat")
+PER_UNIT_SHIFT: Final = 20
+BUCKETS: Final = ("rw_ios", "rw_bytes", "r_ios", "r_bytes", "w_ios", "w_bytes")
+PLACES: Final = 64  # flows that share a back end fairly
+GATES: Final = 16384
+RULES: Final = 1024
+
+GATE: Final = _record(
+    {
+        "rules": (np.dtype("<i8"), 0),  # number of the first one
+        "managed": (np.dtype("<i8"), 8),  # control carries out every command
+        "served": (np.dtype("<i8"), 16),  # virtual time: of the flow that was served last
+        "buckets": (np.dtype((BUCKET, (len(BUCKETS),))), 64),
+        "waiting": (np.dtype(("<i8", (PLACES,))), 256),  # whether the flow in this place has commands that wait
+        "turns": (np.dtype(("<i8", (PLACES,))), 768),  # virtual time of the flow: ticks of service that it has had
+    },
+    1280,
+)
+GATE_BYTES: Final = GATE.itemsize
+GATE_MANAGED: Final = offset_of(GATE, "managed")
+GATE_SERVED: Final = offset_of(GATE, "served")
+GATE_BUCKETS: Final = offset_of(GATE, "buckets")
+GATE_WAITING: Final = offset_of(GATE, "waiting")
+GATE_TURNS: Final = offset_of(GATE, "turns")
+
+RULE: Final = _words(
+    "live",
+    "following",  # number of the gate's next one
+    "opcodes",  # bit n: opcode n
+    "first",  # logical blocks; of commands without a range all match
+    "last",
+    "skip",  # so many matches pass
+    "every",  # of the others each so manieth is struck
+    "count",  # at most so many
+    "rate",  # with this probability, of 2^32
+    "seed",
+    "matches",  # so far
+    "struck",
+    "action",  # ACT_*
+    "status",
+    "delayed",  # its DELAY is drawn from
+    "serial",  # which fault it is, ever
+    size=128,
+)
+RULE_BYTES: Final = RULE.itemsize
+RULE_MATCHES: Final = offset_of(RULE, "matches")
+RULE_STRUCK: Final = offset_of(RULE, "struck")
+ACT_NONE: Final = 0
+ACT_STATUS: Final = 1  # ends with ``status``, nothing is done
+ACT_HOLD: Final = 2  # waits until it is released
+ACT_CONTROL: Final = 3
+DELAY_STEPS_BITS: Final = 8
+DELAY: Final = np.dtype(("<i8", ((1 << DELAY_STEPS_BITS) + 1,)))  # quantiles, in ticks
+DELAY_BYTES: Final = DELAY.itemsize
+
+RULES_OFFSET: Final = GATE_BYTES * GATES
+DELAYS_OFFSET: Final = RULES_OFFSET + RULE_BYTES * RULES
+GATES_BYTES: Final = DELAYS_OFFSET + -(-DELAY_BYTES * RULES // PAGE) * PAGE
+
 # ------------------------------------------------------------------------------------------------- worker-local
+
+# Commands of one namespace of one controller: what they have to pass, and who waits, in order of arrival.
+FLOW: Final = _words(
+    *("gate0", "gate1", "gate2", "gate3"),  # addresses
+    *("place0", "place1", "place2", "place3"),  # in the gates' tables; -1: takes no turns
+    "gates",  # how many
+    "due",  # of its item in the heap; 0 when nobody waits
+    *("read_head", "read_tail", "write_head", "write_tail"),  # slot + 1, chained by CONTROLLER's ``links``
+    size=128,
+)
+FLOW_BYTES: Final = FLOW.itemsize
+FLOW_GATES_MAX: Final = 4
+FLOW_PLACES: Final = offset_of(FLOW, "place0")
+FLOW_LINES: Final = offset_of(FLOW, "read_head")
+LINE: Final = _words("head", "tail")
+LINE_BYTES: Final = LINE.itemsize
+
+HEAP_ITEM: Final = _words("due", "what")  # controller << 32 | slot, or HEAP_FLOW | namespace's index
+HEAP_FLOW: Final = 1 << 31
+HEAP_ITEMS: Final = 2 * CONTROLLERS * (SLOTS + NAMESPACES)
 
 # One DMA region: guest addresses iova .. iova + length are at host address ``host``; rights: 1 read, 2 write.
 REGION: Final = _words("iova", "length", "host", "rights")
@@ -313,6 +410,8 @@ CONTROLLER: Final = _words(
     "write_through",  # the volatile write cache is off: every write is durable when it completes
     "tracing",  # TRACE_SLOT x SLOTS, 0 while nothing is traced
     "blocks",  # BLOCK x SLOTS, each with what belongs to it
+    "flows",  # FLOW x NAMESPACES, 0 while no namespace has a gate
+    "links",  # of waiting commands: slot + 1 of the next, by slot
     size=320,
 )
 
@@ -368,10 +467,16 @@ POLLER: Final = _words(
     "parity",  # control's; requests on volumes that io_uring has are counted by it, see Poller.settled
     "begun_even",
     "begun_odd",
-    size=384,
+    "clock",  # tests: address of the time in ticks; 0: the processor's
+    "gates",  # the kept area
+    "heap",  # HEAP_ITEM x HEAP_ITEMS, of heap_count
+    "heap_count",
+    "heap_stale",  # control has changed what waits: look at all of it
+    size=448,
 )
 
 STOP: Final = offset_of(POLLER, "stop")
+HEAP_STALE: Final = offset_of(POLLER, "heap_stale")
 GRACE_WANTED: Final = offset_of(POLLER, "grace_wanted")
 GRACE_SEEN: Final = offset_of(POLLER, "grace_seen")
 SCRATCH_BYTES: Final = 3 * PAGE  # peeked messages; consumed ones; the number 1 for eventfds
@@ -418,6 +523,7 @@ WHY_SOC: Final = 8
 WHY_ROOM: Final = 9  # a pool is empty or a log is full: executed again when control has seen to it
 WHY_SHARED: Final = 10  # clusters of a file, or large ones, are shared: executed again when control has copied them
 WHY_COMMIT: Final = 11  # done, and complete when the map is durable
+WHY_FAULT: Final = 12
 
 ERROR_RECORD: Final = _words("controller", "sqid", "cid", "status", "nsid", "lba", size=64)
 ERROR_ENTRIES: Final = 64

@@ -33,7 +33,7 @@ from dpu.fastpath.poller import Poller, now
 from dpu.guestmap import GuestMap
 from dpu.layout import DMA_READ, DMA_WRITE
 from dpu.nvme.interfaces import Completion, Counters
-from dpu.nvme.wire import BROADCAST_NSID, NvmOpcode
+from dpu.nvme.wire import BROADCAST_NSID, NvmOpcode, Status
 from dpu.volumes.interface import VolumeNamespace
 
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ _LIVE = layout.offset_of(layout.CONTROLLER, "live")
 _LIVE_COUNT = layout.offset_of(layout.CONTROLLER, "live_count")
 _HOLD = layout.offset_of(layout.CONTROLLER, "hold")
 _TRACE = layout.offset_of(layout.CONTROLLER, "tracing")
+_FLOWS = layout.offset_of(layout.CONTROLLER, "flows")
 _ATTENTION = layout.offset_of(layout.CONTROLLER, "attention")
 
 
@@ -69,6 +70,7 @@ class Plane:
         self.pending: list[tuple[int, Completion]] = []  # of parked commands, to be saved and then posted
         self.with_control = 0  # I/O commands that a thread of control is doing
         self.generation = 0  # grows with every close_all: answers to commands of before are dropped
+        self.leave_gate: Callable[[int, int], None] = lambda address, place: None
         self.refuse_dma: Callable[[bool], None] = lambda refusing: None
         self._memory_of = memory_of
         self._backends: dict[int, Backend] = {}
@@ -95,6 +97,8 @@ class Plane:
         self._todo = np.zeros(layout.SLOTS, np.int64)
         self._trace_slots = np.zeros(layout.SLOTS, layout.TRACE_SLOT)
         self._blocks = np.zeros(layout.SLOTS * layout.BLOCK_BYTES, np.uint8)
+        self._flows: Any = np.zeros(layout.NAMESPACES, layout.FLOW).view(np.recarray)
+        self._links = np.zeros(layout.SLOTS, np.int64)
         self._table = self.memory.table()
         # For guest memory that is not shared, see dpu.remote.
         self.remote = False
@@ -106,6 +110,7 @@ class Plane:
         self._interrupts: dict[int, int] = {}  # CQ -> vector, as the guest has it
         self._dbbuf: tuple[int, int] | None = None
         self._holds = 0
+        self._frozen = False
         c = self.record = poller.controllers[self.index]
         c.index, c.socket = self.index, socket_fd
         c.bar, c.namespaces, c.queues = _at(self.doorbells), _at(self.namespaces), _at(self.locals)
@@ -117,7 +122,7 @@ class Plane:
             layout.SLOTS,
         )
         c.live_queues, c.todo, c.blocks = _at(self._live_queues), _at(self._todo), _at(self._blocks)
-        c.namespaces_max = namespaces_max
+        c.namespaces_max, c.links, c.flows = namespaces_max, _at(self._links), 0
         c.hold = c.attention = c.outstanding = c.live_count = 0
         c.todo_begin = c.todo_end = c.recovering = c.write_through = c.tracing = 0
         c.dma, c.dma_count, c.shadow, c.events, c.bad_doorbell, c.mapped = 0, 0, 0, 0, 0, 0
@@ -154,7 +159,7 @@ class Plane:
 
     def _release(self) -> None:
         lost = self._dbbuf is not None and self.record.shadow == 0
-        self._poke(_HOLD, int(self._holds > 0 or lost))
+        self._poke(_HOLD, int(self._holds > 0 or lost or self._frozen))
         self.poller.wake()
 
     def begin(self) -> None:
@@ -173,6 +178,8 @@ class Plane:
         async with self.quiet():
             self._poke(_LIVE, 0)
             await self.poller.grace()
+            for nsid in range(1, layout.NAMESPACES + 1):
+                self._leave_gates(nsid)
         self.record.state = 0
         self.memory.close()
 
@@ -343,6 +350,8 @@ class Plane:
         async with self.quiet():
             self.sqs[qid].live = 0
             self._list_queues()
+            for slot in self._take_waiting(self.inflight["sqid"] == qid):
+                self._end(slot, Status.ABORTED_SQ_DELETION)
         while self.locals[qid].sq_outstanding:  # a reset ends it too
             await asyncio.sleep(DRAIN_POLL_S)
 
@@ -353,11 +362,13 @@ class Plane:
     async def close_all(self) -> None:
         async with self._refusing_dma(), self.quiet():
             self.generation += 1
+            self._frozen = False
             self.pending.clear()
             for qid in range(layout.QUEUES):
                 self.sqs[qid].live = self.cqs[qid].live = 0
                 self.locals[qid].sq_outstanding = self.locals[qid].cq_outstanding = 0
             self._list_queues()
+            self._take_waiting(self.inflight["state"] != layout.FREE)
             self.inflight.state[:] = layout.FREE
             self._trace_slots[:] = 0
             self._free[:] = np.arange(layout.SLOTS)
@@ -538,9 +549,106 @@ class Plane:
         return None if row.kind == layout.KIND_ABSENT else (int(row.blocks), 1 << int(row.shift))
 
     async def clear_namespace(self, nsid: int) -> None:
-        """Stop serving ``nsid``; when this returns nothing uses its back end."""
+        """Stop serving ``nsid``; when this returns nothing uses its back end.
+
+        Commands that wait at its gates then find that it is gone.
+        """
         async with self.quiet():
             self.namespaces[nsid - 1].kind = layout.KIND_ABSENT
+            waiting = self._take_waiting(self.inflight["sqe"]["nsid"] == nsid)
+            self._leave_gates(nsid)
+            for slot in waiting:
+                self.poller.update(self.index, slot)
+
+    # ----------------------------------------------------------------------------- commands that wait at their gates
+
+    def add_gate(self, nsid: int, address: int, place: int) -> None:
+        """Have commands of a namespace pass one more gate (dpu.fastpath.gate); ``place``: -1 takes no turns."""
+        flow = self._flows[nsid - 1]
+        count = int(flow.gates)
+        assert count < layout.FLOW_GATES_MAX, nsid
+        flow[f"gate{count}"], flow[f"place{count}"] = address, place
+        flow.gates = count + 1
+        self._poke(_FLOWS, _at(self._flows))
+
+    def gates_of(self, nsid: int) -> list[tuple[int, int]]:
+        """(address, place) of the gates of a namespace."""
+        flow = self._flows[nsid - 1]
+        return [(int(flow[f"gate{i}"]), int(flow[f"place{i}"])) for i in range(int(flow.gates))]
+
+    def _leave_gates(self, nsid: int) -> None:
+        passed = self.gates_of(nsid)
+        self._flows[nsid - 1].gates = 0
+        for address, place in passed:
+            self.leave_gate(address, place)
+
+    def _take_waiting(self, wanted: Any) -> list[int]:
+        """Inside ``quiet``: slots of commands that wait, of those that are ``wanted``; they do no longer."""
+        table = self.inflight
+        waiting = (table["state"] == layout.FETCHED) & (table["where"] == layout.WHERE_HEAP)
+        slots = [int(slot) for slot in np.nonzero(waiting & wanted)[0]]
+        for slot in slots:
+            table[slot].where = layout.WHERE_ASIC
+        for nsid in {int(table[slot].sqe.nsid) for slot in slots}:
+            flow = self._flows[nsid - 1]
+            for line in ("read", "write"):
+                self._relink(flow, line)
+            if not flow.read_head and not flow.write_head:
+                flow.due = 0
+                for address, place in self.gates_of(nsid):
+                    if place >= 0:
+                        store_u64(address + layout.GATE_WAITING + 8 * place, 0)
+        return slots
+
+    def _relink(self, flow: Any, line: str) -> None:
+        """Leave out of a line who no longer waits."""
+        link, kept = int(flow[f"{line}_head"]), []
+        while link:
+            if self.inflight[link - 1].where == layout.WHERE_HEAP:
+                kept.append(link)
+            link = int(self._links[link - 1])
+        for one, following in zip(kept, [*kept[1:], 0]):
+            self._links[one - 1] = following
+        flow[f"{line}_head"], flow[f"{line}_tail"] = (kept[0], kept[-1]) if kept else (0, 0)
+
+    async def release(self, rule: int) -> int:
+        """Let go what a rule of the gates holds or delays; how many commands."""
+        table = self.inflight
+        verdicts = table["verdict"]
+        mine = (verdicts & layout.VERDICT_RULE == rule) & (verdicts & layout.VERDICT_ADMITTED != 0)
+        if not np.any(mine & (table["where"] == layout.WHERE_HEAP)):
+            return 0
+        async with self.quiet():
+            slots = self._take_waiting(
+                (table["verdict"] & layout.VERDICT_RULE == rule) & (table["verdict"] & layout.VERDICT_ADMITTED != 0)
+            )
+            for slot in slots:
+                table[slot].verdict &= ~(layout.VERDICT_RULE | layout.VERDICT_CONTROL)
+                self.poller.update(self.index, slot)
+        return len(slots)
+
+    def freeze(self) -> None:
+        """Do nothing any more until a reset: the controller has failed."""
+        self._frozen = True
+        self._poke(_HOLD, 1)
+
+    def _end(self, slot: int, status: Status) -> None:
+        """Complete a command that control has taken from where it waited."""
+        entry = self.inflight[slot]
+        entry.status, entry.dw0 = status.field(), 0
+        entry.state = layout.EXECUTED
+        self.poller.update(self.index, slot)
+
+    async def abort(self, sqid: int, cid: int) -> bool:
+        """Complete an I/O command that waits at a gate with Command Abort Requested; whether there was one."""
+        table = self.inflight
+        if not np.any((table["where"] == layout.WHERE_HEAP) & (table["sqid"] == sqid) & (table["sqe"]["cid"] == cid)):
+            return False
+        async with self.quiet():
+            slots = self._take_waiting((table["sqid"] == sqid) & (table["sqe"]["cid"] == cid))
+            for slot in slots:
+                self._end(slot, Status.ABORT_REQUESTED)
+        return bool(slots)
 
     # -------------------------------------------------------------------------------------------------- commands
 
@@ -566,6 +674,8 @@ class Plane:
         entry = self.inflight[slot]
         asked = (layout.WHY_ROOM, layout.WHY_SHARED, layout.WHY_COMMIT)
         if self.wants(slot)[0] not in asked or entry.sqe.opcode == NvmOpcode.FLUSH:
+            return None
+        if entry.verdict & layout.VERDICT_CONTROL:
             return None
         return self.volume(int(entry.sqe.nsid))
 

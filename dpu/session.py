@@ -32,6 +32,7 @@ from dpu.clock import RealClock
 from dpu.dma import DmaMessages
 from dpu.dma import View as MemoryView
 from dpu.errors import DmaFault, VfioUserError
+from dpu.faults import Mishap
 from dpu.killpoint import killpoint
 from dpu.namespaces import View
 from dpu.nvme import io
@@ -64,6 +65,7 @@ _Completion = TypeVar("_Completion", Completion, Completion | None)
 BAR0, CONFIG_REGION, REGIONS = 0, 7, 9
 IRQ_MSI, IRQ_MSIX, IRQ_ERR, IRQ_REQ, IRQS = 1, 2, 3, 4, 5
 BAD_DOORBELLS_LOGGED = 10  # per client: a guest must not fill the host's disk
+FAULT = "fault"  # begins the reason of a failure that was asked for
 _RW = RegionFlag.READ | RegionFlag.WRITE
 
 
@@ -132,9 +134,31 @@ class Client:
         self.irqs: Sequence[IrqInfo] = [
             IrqInfo(i, counts.get(i, 0), eventfd if i in counts else 0) for i in range(IRQS)
         ]
+        self.plane.leave_gate = worker.gates.leave
         for nsid, namespace in self.subsystem.by_nsid.items():
             if namespace.attached(listener.cntlid):
-                self.plane.set_namespace(nsid, namespace.backend, namespace.block_size)
+                self.serve(nsid)
+
+    def serve(self, nsid: int) -> None:
+        """Have the poller serve a namespace that it did not."""
+        namespace = self.subsystem.by_nsid[nsid]
+        self.plane.set_namespace(nsid, namespace.backend, namespace.block_size)
+        self.open_gates()
+
+    def open_gates(self) -> None:
+        """Have commands pass the gates that their back ends have."""
+        for nsid, namespace in self.subsystem.by_nsid.items():
+            if not self.plane.serves(nsid):
+                continue
+            passed = {address for address, _ in self.plane.gates_of(nsid)}
+            for backend in namespace.backend.stack():
+                number = self.worker.target.gates.get(backend.name)
+                if number is None or self.worker.gates.address(number) in passed:
+                    continue
+                if len(self.plane.gates_of(nsid)) == layout.FLOW_GATES_MAX:
+                    log.warning("bdev %s: its limits and faults do not reach namespace %d", backend.name, nsid)
+                else:
+                    self.plane.add_gate(nsid, *self.worker.gates.enter(number))
 
     def _regions(self, *, mapped: bool) -> Sequence[RegionInfo]:
         bar0 = RegionInfo(BAR0, BAR0_BYTES, _RW)
@@ -168,6 +192,8 @@ class Client:
             self.plane.set_remote(True)
         self.controller.load(saved["controller"])
         self.controller.reopen()
+        if self.controller.fatal_reason.startswith(FAULT):
+            self.plane.freeze()
         self._offer_shadow()
         self.controller.catch_up()
         done = {sequence: Completion(status, dw0) for sequence, status, dw0 in saved["done"]}
@@ -488,6 +514,9 @@ class Client:
         sqe = self.plane.sqe(slot)
         if sqe[0] == NvmOpcode.WRITE_UNCORRECTABLE:
             self.worker.prepare_marks(self.subsystem, int(self.plane.inflight[slot].sqe.nsid))
+        mishap = self._mishap(slot)
+        if self.controller.fatal_reason.startswith(FAULT):
+            return
         durable = bool(self.plane.record.write_through)
         completion: Completion | None
         with self._served():
@@ -495,10 +524,10 @@ class Client:
                 completion = await io.see_to(volume, self.plane.poller.number, *self.plane.wants(slot))
             elif self.plane.remote:
                 view = MemoryView(self.plane.memory, self.dma)
-                work = partial(io.execute, sqe, view, self.subsystem, durable)
+                work = partial(io.execute, sqe, view, self.subsystem, durable, mishap)
                 completion = await self._flushed(view, await view.run(work))
             else:
-                completion = await io.execute(sqe, self.plane.memory, self.subsystem, durable)
+                completion = await io.execute(sqe, self.plane.memory, self.subsystem, durable, mishap)
         if self.plane.generation != generation:
             return
         if completion is None:
@@ -519,6 +548,26 @@ class Client:
             return Completion(Status.DATA_TRANSFER_ERROR.field())
         return completion
 
+    def _mishap(self, slot: int) -> Mishap | None:
+        """What a fault does to the data of a command; the end of the controller takes place here."""
+        entry = self.plane.inflight[slot]
+        verdict, nsid = int(entry.verdict), int(entry.sqe.nsid)
+        if not verdict & layout.VERDICT_CONTROL:
+            return None
+        fault = self.worker.target.fault_of_rule(verdict & layout.VERDICT_RULE)
+        if fault is None or nsid not in self.subsystem.by_nsid:
+            return None
+        if fault.action == "fatal":
+            self.fail(fault.name)
+            return None
+        return fault.mishap(verdict >> layout.VERDICT_MATCH_SHIFT, self.subsystem.block_size(nsid))
+
+    def fail(self, why: str) -> None:
+        """As was asked for: the controller does nothing any more until it is reset."""
+        self.plane.freeze()
+        self.controller.internal_error(persistent=True)
+        self._fatal(f"{FAULT} {why}")
+
     def _fatal(self, reason: str) -> None:
         """The controller cannot go on without a reset (CSTS.CFS)."""
         if self.controller.fatal_reason:  # said already: a client must not fill the host's disk
@@ -532,6 +581,9 @@ class Client:
         self.controller.record_error(
             int(record.sqid), int(record.cid), int(record.status), int(record.nsid), int(record.lba)
         )
+        if int(record.status) & 0x7FF == Status.INTERNAL_ERROR:
+            self.controller.internal_error(persistent=False)
+            self.commit()
 
     @property
     def hung_up(self) -> bool:

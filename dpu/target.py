@@ -20,11 +20,12 @@ import contextlib
 import copy
 import errno
 import hashlib
+import itertools
 import logging
 import os
 import re
 import uuid as uuids
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -42,13 +43,16 @@ from dpu.backends import (
 from dpu.backends.base import check_geometry
 from dpu.backends.file import CacheMode
 from dpu.errors import RpcError
+from dpu.faults import ACTIONS, Fault
 from dpu.iostat import IoStat, Row
+from dpu.journal import Journal, journal_key
 from dpu.killpoint import killpoint
-from dpu.layout import IO_QUEUES, NAMESPACES, QUEUE_ENTRIES_MAX, TRANSFER_MAX
+from dpu.layout import GATES, IO_QUEUES, NAMESPACES, QUEUE_ENTRIES_MAX, RULES, TRANSFER_MAX
 from dpu.nvme.errors import CommandError
 from dpu.nvme.interfaces import Counters, Life, NamespaceInfo
-from dpu.nvme.io import erase
+from dpu.nvme.io import blocks_of, erase
 from dpu.nvme.wire import NSID_LOCATION, Status
+from dpu.qos import Limits
 from dpu.rpc.logs import Logs
 from dpu.trace import ENTRIES_MAX, FORMATS, Part, commands
 from dpu.volumes.group import Group
@@ -144,6 +148,24 @@ class Host(VolumeHost, Protocol):
     def trace(self) -> list[Part]:
         """What was traced, of each poller."""
 
+    def power_lost(self, subsystem: Subsystem) -> None:
+        """Its controllers have failed, until they are reset. Called inside ``paused``."""
+
+    def clear_gate(self, number: int) -> None:
+        """A gate is going to be a back end's: nothing of its last one's is left in it."""
+
+    def gate_changed(self, name: str) -> None:
+        """The gate of a back end is committed: make it what the target says of it."""
+
+    async def release(self, number: int) -> int:
+        """Let go what a rule holds or delays; how many commands."""
+
+    def fault_counts(self, number: int) -> tuple[int, int]:
+        """Matches of a rule, and how many of them it has struck."""
+
+    def health_changed(self, backend: Backend, persistent: bool) -> None:
+        """The warnings of a back end are others; ``persistent``: it has failed for good."""
+
     def clock(self) -> tuple[int, int]:
         """Ticks per second of the counters' clock, and its time."""
 
@@ -225,6 +247,7 @@ class Namespace:
             product=self.backend.product_name,
             supports_discard=self.backend.supports_discard,
             readonly=self.backend.readonly,
+            warning=self.backend.warning,
             # Another controller may look while a write that a worker's death has cut is not done again yet.
             atomic_bytes=0 if several else self.backend.atomic_bytes,
             shared=several and not self.private,
@@ -401,6 +424,11 @@ class Target:
         self.calls: list[dict[str, Any]] = []  # of dpu.startup, still to be made
         self._managed: dict[int, tuple[int, int]] = {}  # client -> sequence and result of its guest's last change
         self._retired: set[int] = set()  # clients whose lives are counted, and who are not forgotten yet
+        self.gates: dict[str, int] = {}  # back ends that have one, and its number
+        self.limits: dict[str, Limits] = {}
+        self.faults: dict[str, Fault] = {}
+        self._fault_serial = 0
+        self.journals: set[str] = set()  # names of back ends that have one
         self._malloc_count = 0
         self._opening: set[str] = set()  # names of back ends that are being made
         self._lock = asyncio.Lock()
@@ -419,6 +447,11 @@ class Target:
             "malloc_count": self._malloc_count,
             "bdevs": [one.to_config() for one in self.bdevs.values() if not isinstance(one, Volume)],
             "groups": self.lvols.to_config(),
+            "gates": self.gates,
+            "limits": {name: limits.to_config() for name, limits in self.limits.items()},
+            "faults": [fault.to_config() for fault in self.faults.values()],
+            "fault_serial": self._fault_serial,
+            "journals": sorted(self.journals),
             "transport": vars(self.transport) if self.transport else None,
             "subsystems": [subsystem.to_config() for subsystem in self.subsystems.values()],
             "iostat": self.iostat.to_config(),
@@ -451,6 +484,12 @@ class Target:
                 backend = backend_type.from_config(row, fds.pop(stash_key(row["name"]), -1))
                 self.bdevs[row["name"]] = backend
             self.lvols.from_config(config["groups"], fds)
+            self.gates = config.get("gates", {})
+            self.limits = {name: Limits(**row) for name, row in config.get("limits", {}).items()}
+            self.faults = {row["name"]: Fault(**row) for row in config.get("faults", [])}
+            self._fault_serial = config.get("fault_serial", 0)
+            self._set_warnings()
+            self._adopt_journals(config.get("journals", []), fds)
             self.transport = Transport(**config["transport"]) if config["transport"] else None
             for row in config["subsystems"]:
                 self.subsystems[row["nqn"]] = self._subsystem_from_config(row)
@@ -463,7 +502,7 @@ class Target:
             self._retired = set(config["retired"])
             self._managed = {client: (sequence, result) for client, sequence, result in config["managed"]}
         self.iostat.keep(self.bdevs)
-        for key in [key for key in fds if key.startswith((stash_key(""), marks_key("")))]:
+        for key in [key for key in fds if key.startswith((stash_key(""), marks_key(""), journal_key("")))]:
             os.close(fds.pop(key))
             self.host.unstash(key)
 
@@ -517,19 +556,28 @@ class Target:
         return None
 
     @contextlib.contextmanager
-    def _change(self) -> Iterator[None]:
-        """Change the tables inside; leaving commits them. An exception puts them back as they were."""
+    def _change(self, *, faulty: bool = True) -> Iterator[None]:
+        """Change the tables inside; leaving commits them. An exception puts them back as they were.
+
+        ``faulty``: faults of metadata may strike it.
+        """
         saved = copy.copy(self.bdevs), self.transport, copy.copy(self.subsystems), self._malloc_count
         groups = dict(self.lvols.groups)
         managed = dict(self._managed)
+        gates = copy.copy(self.gates), copy.copy(self.limits), copy.copy(self.faults), copy.copy(self.journals)
         inner = {nqn: (dict(one.by_nsid), dict(one.listeners)) for nqn, one in self.subsystems.items()}
         try:
             yield
+            self._forget_gates()
             killpoint("rpc_before_commit")
+            for fault in list(self.faults.values()) if faulty else []:
+                if fault.metadata and fault.strikes():
+                    raise os_error(-fault.code, f"fault {fault.name}")
             self.host.commit(self.to_config())
         except BaseException:
             self.bdevs, self.transport, self.subsystems, self._malloc_count = saved
             self._managed, self.lvols.groups = managed, groups
+            self.gates, self.limits, self.faults, self.journals = gates
             for nqn, (by_nsid, listeners) in inner.items():
                 self.subsystems[nqn].by_nsid, self.subsystems[nqn].listeners = by_nsid, listeners
             raise
@@ -564,6 +612,9 @@ class Target:
         """The calls that make a bare daemon's ``subsystem`` ("bdev" or "nvmf") what this one's is."""
         if subsystem == "bdev":
             rows = [one.creation() for one in self.bdevs.values() if not isinstance(one, Volume)]
+            plain = {one.name for one in self.bdevs.values() if not isinstance(one, Volume)}
+            limits = {name: one.to_config() for name, one in self.limits.items() if name in plain}
+            rows += [("bdev_set_qos_limit", {"name": name, **one}) for name, one in limits.items()]
         elif subsystem == "nvmf":
             rows = []
             if self.transport is not None:
@@ -597,7 +648,8 @@ class Target:
         return bool(self._users(backend)) or self.lvols.claims(backend)
 
     def describe_bdev(self, backend: Backend) -> dict[str, Any]:
-        return {**backend.describe(), "claimed": self._claimed(backend)}
+        limits = self.limits.get(backend.name, Limits()).describe()
+        return {**backend.describe(), "assigned_rate_limits": limits, "claimed": self._claimed(backend)}
 
     async def get_bdevs(self, name: str | None = None, timeout_ms: int = 0) -> list[dict[str, Any]]:
         """All in the order of creation, or one; waits up to ``timeout_ms`` for that one to appear."""
@@ -707,6 +759,8 @@ class Target:
             self.host.unstash(backend.stash_key)
         if backend.marks is not None:
             self.host.unstash(marks_key(backend.name))
+        if backend.journal is not None:
+            self.host.unstash(journal_key(backend.name))
         backend.close()
 
     async def delete_bdev(self, name: str, kind: type[Backend]) -> bool:
@@ -817,6 +871,237 @@ class Target:
         if any(backend is None for backend in found):
             raise os_error(errno.ENODEV)
         return [backend.name for backend in found if backend is not None]
+
+    # -- limits
+
+    async def set_limits(self, name: str, **given: int | None) -> bool:
+        """``given``: of dpu.qos.Limits; None leaves one as it is, 0 ends it. -22 for none, or a burst alone."""
+        async with self._lock:
+            backend = self.find_bdev(name)
+            if backend is None:
+                raise os_error(errno.ENODEV)
+            if all(value is None for value in given.values()):
+                raise RpcError(-errno.EINVAL, "No rate limits specified")
+            limits = self.limits.get(backend.name, Limits()).changed(given)
+            if any(value and not getattr(limits, name) for name, value in given.items()):
+                raise os_error(errno.EINVAL, "a burst needs a rate")
+            with self._change():
+                self._need_gate(backend)
+                self.limits[backend.name] = limits
+                if not limits.to_config():
+                    del self.limits[backend.name]
+            self.host.gate_changed(backend.name)
+            return True
+
+    # -- faults
+
+    async def add_fault(self, *, name: str | None = None, action: str, **given: Any) -> str:
+        """Its name; ``given``: of dpu.faults.Fault, without what is None. -17 when the name is taken."""
+        async with self._lock:
+            fault = Fault(name or self._fault_name(), action, **{k: v for k, v in given.items() if v is not None})
+            await self._add_fault(fault)
+            return fault.name
+
+    def _fault_name(self) -> str:
+        return next(name for n in itertools.count() if (name := f"fault{n}") not in self.faults)
+
+    async def _add_fault(self, fault: Fault) -> None:
+        fault.check()
+        if fault.name in self.faults:
+            raise os_error(errno.EEXIST)
+        backend = self.find_bdev(fault.bdev_name) if fault.bdev_name else None
+        if fault.bdev_name and backend is None:
+            raise os_error(errno.ENODEV)
+        with self._change(faulty=False):
+            self._fault_serial += 1
+            fault.serial = self._fault_serial
+            if backend is not None:
+                fault.bdev_name, fault.number = backend.name, self._rule_number()
+                self._need_gate(backend)
+            self.faults[fault.name] = fault
+        if backend is not None:
+            self.host.gate_changed(backend.name)
+            self._tell_health(backend, ACTIONS[fault.action].persistent)
+
+    def _rule_number(self) -> int:
+        """One that was not used lately: commands that wait may still name it."""
+        used = {fault.number for fault in self.faults.values()}
+        first = self._fault_serial % RULES
+        numbers = ((first + i) % RULES + 1 for i in range(RULES))
+        number = next((one for one in numbers if one not in used), 0)
+        if not number:
+            raise os_error(errno.ENOSPC, f"there are {RULES} faults")
+        return number
+
+    async def remove_fault(self, name: str) -> bool:
+        """What it holds or delays goes on. -2 when there is none."""
+        async with self._lock:
+            fault = self._fault(name)
+            await self._remove_faults([fault])
+            return True
+
+    async def _remove_faults(self, faults: list[Fault]) -> None:
+        with self._change(faulty=False):
+            for fault in faults:
+                del self.faults[fault.name]
+        for fault in faults:
+            backend = self.bdevs.get(fault.bdev_name)
+            if backend is not None:
+                self.host.gate_changed(backend.name)
+                await self.host.release(fault.number)
+                self._tell_health(backend, False)
+
+    async def release_fault(self, name: str) -> int:
+        """How many commands it has let go; later ones are struck as before."""
+        async with self._lock:
+            fault = self._fault(name)
+            return await self.host.release(fault.number) if fault.number else 0
+
+    def get_faults(self, name: str | None = None) -> list[dict[str, Any]]:
+        """All, or one. -2 when there is none."""
+        faults = [one for one in self.faults.values() if not one.hidden] if name is None else [self._fault(name)]
+        for fault in faults:
+            if fault.number:
+                fault.matches, fault.struck = self.host.fault_counts(fault.number)
+        return [fault.describe() for fault in faults]
+
+    def _fault(self, name: str) -> Fault:
+        try:
+            return self.faults[name]
+        except KeyError:
+            raise os_error(errno.ENOENT, f"no fault {name!r}") from None
+
+    def fault_of_rule(self, number: int) -> Fault | None:
+        return next((fault for fault in self.faults.values() if fault.number == number), None)
+
+    def faults_of(self, name: str) -> list[Fault]:
+        """Those of one back end."""
+        return [fault for fault in self.faults.values() if fault.bdev_name == name]
+
+    def _set_warnings(self) -> None:
+        for backend in self.bdevs.values():
+            below = {one.name for one in backend.stack()}
+            backend.warning = 0
+            for fault in self.faults.values():
+                if fault.bdev_name in below:
+                    backend.warning |= ACTIONS[fault.action].warning
+
+    def _tell_health(self, backend: Backend, persistent: bool) -> None:
+        before = {one.name: one.warning for one in self.bdevs.values()}
+        self._set_warnings()
+        for one in self.bdevs.values():
+            if one.warning != before[one.name] or (persistent and backend in one.stack()):
+                self.host.health_changed(one, persistent)
+
+    # -- power cuts
+
+    def _adopt_journals(self, names: list[str], fds: dict[str, int]) -> None:
+        for name in names:
+            fd = fds.pop(journal_key(name), -1)
+            if fd >= 0 and name in self.bdevs:
+                self.bdevs[name].journal = Journal(fd, *self._atomic(self.bdevs[name]))
+                self.journals.add(name)
+
+    def _atomic(self, backend: Backend) -> tuple[int, int]:
+        sizes = [subsystem.by_nsid[nsid].block_size for subsystem, nsid in self._users(backend)]
+        return backend.atomic_bytes, max([backend.block_size, *sizes])
+
+    def _journal(self, name: str) -> tuple[Backend, Journal]:
+        backend = self.find_bdev(name)
+        if backend is None:
+            raise os_error(errno.ENODEV)
+        if backend.journal is None:
+            raise os_error(errno.ENOENT, "no journal: dpu_journal_start comes first")
+        return backend, backend.journal
+
+    async def start_journal(self, bdev_name: str) -> bool:
+        """From now on power cuts lose what was not flushed. -17 when it is so already."""
+        async with self._lock:
+            backend = self.find_bdev(bdev_name)
+            if backend is None:
+                raise os_error(errno.ENODEV)
+            if backend.journal is not None:
+                raise os_error(errno.EEXIST)
+            if isinstance(backend, NullBackend) or backend.readonly:
+                raise os_error(errno.EINVAL, "nothing is written there")
+            journal = Journal.create(*self._atomic(backend))
+            try:
+                with self._change(faulty=False):
+                    self.host.stash(journal_key(backend.name), journal.fd)
+                    self._need_gate(backend)
+                    self.journals.add(backend.name)
+            except BaseException:
+                self.host.unstash(journal_key(backend.name))
+                journal.close()
+                raise
+            backend.journal = journal
+            self.host.gate_changed(backend.name)
+            return True
+
+    async def stop_journal(self, bdev_name: str) -> bool:
+        """What was written stays."""
+        async with self._lock:
+            backend, journal = self._journal(bdev_name)
+            with self._change(faulty=False):
+                self.journals.discard(backend.name)
+            self.host.gate_changed(backend.name)
+            async with self._paused(backend):
+                backend.journal = None
+            self.host.unstash(journal_key(backend.name))
+            journal.close()
+            return True
+
+    @contextlib.asynccontextmanager
+    async def _paused(self, backend: Backend) -> AsyncIterator[list[Subsystem]]:
+        """No I/O command of the subsystems that serve a back end is executed inside."""
+        subsystems = list({one.nqn: one for one, _ in self._users(backend)}.values())
+        async with contextlib.AsyncExitStack() as stack:
+            for subsystem in subsystems:
+                await stack.enter_async_context(self.host.paused(subsystem))
+            yield subsystems
+
+    async def cut_power(self, bdev_name: str, seed: int | None, fail_controllers: bool) -> dict[str, int]:
+        """Lose all that was not flushed, or by ``seed`` a legal part: of so many ``parts``, ``left`` are there."""
+        async with self._lock:
+            backend, journal = self._journal(bdev_name)
+            async with self._paused(backend) as subsystems:
+                for subsystem in subsystems if fail_controllers else []:
+                    self.host.power_lost(subsystem)
+                try:
+                    parts, left = await journal.cut(blocks_of(backend), seed)
+                except OSError as error:
+                    raise os_error(error.errno or errno.EIO) from error
+            return {"parts": parts, "left": left}
+
+    async def strike_call(self, method: str) -> None:
+        """Faults of RPC methods: delay a call, or fail it. Those of faults are never struck."""
+        if method.startswith("dpu_fault_"):
+            return
+        for fault in list(self.faults.values()):
+            if fault.method in ("*", method) and fault.strikes():
+                if fault.latency_us:
+                    await asyncio.sleep(fault.draw_s())
+                if fault.action == "error":
+                    raise os_error(-fault.code, f"fault {fault.name}")
+
+    def _forget_gates(self) -> None:
+        """Of back ends that are gone."""
+        there = self.bdevs.keys()
+        self.gates = {name: number for name, number in self.gates.items() if name in there}
+        self.limits = {name: limits for name, limits in self.limits.items() if name in there}
+        self.journals &= there
+        self.faults = {name: one for name, one in self.faults.items() if one.bdev_name in ("", *there)}
+
+    def _need_gate(self, backend: Backend) -> None:
+        """Inside ``_change``: the back end has a gate from now on."""
+        if backend.name in self.gates:
+            return
+        used = set(self.gates.values())
+        number = next((one for one in range(GATES) if one not in used), -1)
+        if number < 0:
+            raise os_error(errno.ENOSPC, f"{GATES} back ends have limits or faults")
+        self.host.clear_gate(number)
+        self.gates[backend.name] = number
 
     # -- transport and subsystems
 

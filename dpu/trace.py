@@ -46,6 +46,7 @@ WHY: Final = {
     layout.WHY_ROOM: "no clusters in the pool",
     layout.WHY_SHARED: "clusters shared with a snapshot",
     layout.WHY_COMMIT: "the map is not durable yet",
+    layout.WHY_FAULT: "a fault that was asked for",
 }
 _NAMES: Final[dict[int, str]] = {opcode: opcode.name.replace("_", " ").capitalize() for opcode in NvmOpcode}
 _ADMIN_NAMES: Final[dict[int, str]] = {opcode: opcode.name.replace("_", " ").capitalize() for opcode in AdminOpcode}

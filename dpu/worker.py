@@ -44,10 +44,12 @@ from dpu.errors import EmuError, RpcError, VfioUserError
 from dpu.fastpath.jit import TRACEABLE
 from dpu.fastpath.poller import NAP_US, QUIET_US, SPIN_PASSES, Poller, compile_all, now, tick_rate
 from dpu.fastpath.uring import NoRing, Ring
+from dpu.gates import STASH_KEY, Gates
 from dpu.guestmap import Mapping
 from dpu.iostat import Row
 from dpu.listener import private_directory
 from dpu.nvme.controller import State
+from dpu.qos import Limits
 from dpu.rpc.dispatcher import Dispatcher
 from dpu.rpc.methods import dispatcher
 from dpu.rpc.server import Server
@@ -172,6 +174,7 @@ class Worker:
         config = self.config.load()
         self.target.from_config(json.loads(config) if config else {}, self._fds)
         self.target.logs.apply()
+        self._open_gates()
         for backend in self.target.bdevs.values():
             await self._fence(backend)
         self._start_pollers()
@@ -276,6 +279,7 @@ class Worker:
                 quiet_us=quiet_us,
                 number=i,
             )
+            poller.record.gates = self.gates.base
             poller.record.counters = _flag("DPU_EMU_COUNTERS", 1)
             poller.record.kill_point = layout.KILL_POINTS.get(killpoint.NAME, 0)
             poller.record.kill_after = killpoint.parse(os.environ.get(killpoint.VARIABLE, ""))[1]
@@ -283,6 +287,50 @@ class Worker:
             self.pollers.append(poller)
             asyncio.get_running_loop().add_reader(poller.control_fd, self._woken, poller)
         self.health.words[Health.POLLERS] = len(self.pollers)
+
+    def _open_gates(self) -> None:
+        """The kept area of gates: the last worker's, brought up to what is committed."""
+        fd = self._fds.pop(STASH_KEY, -1)
+        if fd < 0:
+            self.gates = Gates.create()
+            self.stash(STASH_KEY, self.gates.fd)
+            return
+        self.gates = Gates(fd)
+        for name, number in self.target.gates.items():
+            self.gates.adopt(number)
+            self._fill_gate(name)
+
+    def _fill_gate(self, name: str) -> None:
+        number = self.target.gates[name]
+        self.gates.set_limits(number, self.target.limits.get(name, Limits()))
+        self.gates.set_rules(number, self.target.faults_of(name))
+        self.gates.record(number).managed = int(name in self.target.journals)
+
+    def clear_gate(self, number: int) -> None:
+        self.gates.clear(number)
+
+    def gate_changed(self, name: str) -> None:
+        self._fill_gate(name)
+        for client in self._open_clients():
+            client.open_gates()
+        for poller in self.pollers:
+            poller.look_at_waiting()
+
+    async def release(self, number: int) -> int:
+        return sum([await client.plane.release(number) for client in self._open_clients()])
+
+    def fault_counts(self, number: int) -> tuple[int, int]:
+        row = self.gates.rule(number)
+        return int(row.matches), int(row.struck)
+
+    def health_changed(self, backend: Backend, persistent: bool) -> None:
+        for client in self._open_clients():
+            served = [nsid for nsid in client.subsystem.by_nsid if client.plane.serves(nsid)]
+            if any(client.subsystem.backend(nsid) is backend for nsid in served):
+                client.controller.check_health()
+                if persistent:
+                    client.controller.internal_error(persistent=True)
+                client.commit()
 
     def _ring(self, number: int) -> Ring | NoRing:
         try:
@@ -583,7 +631,7 @@ class Worker:
         namespace = subsystem.by_nsid[nsid]
         for client in self._clients_of(subsystem):
             if namespace.attached(client.controller.cntlid):
-                client.plane.set_namespace(nsid, namespace.backend, namespace.block_size)
+                client.serve(nsid)
                 self._tell(client, nsid)
 
     async def namespace_changed(self, subsystem: Subsystem, nsid: int) -> None:
@@ -593,10 +641,11 @@ class Worker:
             size = (namespace.num_blocks, namespace.block_size) if namespace is not None and wanted else None
             if client.plane.serves(nsid) == size:
                 continue
-            if client.plane.serves(nsid):
-                await client.plane.clear_namespace(nsid)
-            if namespace is not None and wanted:
-                client.plane.set_namespace(nsid, namespace.backend, namespace.block_size)
+            async with client.plane.quiet():  # whoever is served on finds it there all the time
+                if client.plane.serves(nsid):
+                    await client.plane.clear_namespace(nsid)
+                if wanted:
+                    client.serve(nsid)
             self._tell(client, nsid)
         self._trim_mappings()
 
@@ -617,6 +666,10 @@ class Worker:
             for client in self._clients_of(subsystem):
                 await stack.enter_async_context(client.plane.quiet())
             yield
+
+    def power_lost(self, subsystem: Subsystem) -> None:
+        for client in self._clients_of(subsystem):
+            client.fail("power was cut")
 
     async def subsystem_deleted(self, subsystem: Subsystem) -> None:
         for client in self._clients_of(subsystem):

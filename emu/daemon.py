@@ -67,6 +67,7 @@ class NamespaceConfig:
     path: Path | None = None
     group: str = ""
     thin: bool = False
+    limits: tuple[tuple[str, int], ...] = ()  # of dpu.qos.Limits
 
 
 @dataclass(frozen=True)
@@ -203,6 +204,8 @@ def rpc_calls(config: DpuConfig, directory: Path, files: Path) -> list[tuple[str
             bdev = bdev_name(controller.name, nsid)
             calls.append(_bdev_call(bdev, namespace, backing_file(config, controller, nsid, files)))
             alias = f"{namespace.group}/{bdev}" if namespace.group else bdev
+            if namespace.limits:
+                calls.append(("bdev_set_qos_limit", {"name": alias, **dict(namespace.limits)}))
             add = {"nqn": name, "namespace": {"bdev_name": alias, "nsid": nsid}}
             calls.append(("nvmf_subsystem_add_ns", add))
         folder = str(listener_directory(directory, controller.name))

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dpu.errors import EmuError
-from emu import hostinfo
+from emu import hostinfo, timeline
 from emu.daemon import Dpu
 from emu.fabric.picture import compared
 from emu.lab import Lab, LabConfig, prepare
@@ -93,7 +93,8 @@ async def run(scenario: Scenario, config: LabConfig, progress: Progress, report:
                 f"Kept: {own} (sockets), {cache_dir('files', own.name)} (files); `emu clean --kept` removes them"
             )
         report.start_seconds = time.monotonic() - began_s
-        await _work(lab, scenario.workloads, progress, report)
+        async with timeline.playing(lab, timeline.events(scenario.faults, scenario.calls), progress):
+            await _work(lab, scenario.workloads, progress, report)
     report.host = stamp.finished().to_dict()
     report.notes = list(progress.notes)
     report.seconds = time.monotonic() - began_s

@@ -46,6 +46,7 @@ from dpu.host_memory import memory_available_bytes
 from emu.daemon import LISTENER_OPTIONS, OWN_OPTIONS, TRANSPORT_OPTIONS
 from emu.fabric.spec import FabricSpec
 from emu.lab import ControllerConfig, DiskConfig, DpuConfig, GroupConfig, LabConfig, NamespaceConfig, VmConfig
+from emu.timeline import CallSpec, FaultSpec
 from emu.toml_lines import Path as KeyPath
 from emu.toml_lines import key_lines, line_of
 from emu.units import Size, format_size
@@ -57,12 +58,41 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,15}")
 _SIZE_MAX = 2**63 - 1  # bytes: what off_t can say
 Where = Callable[[KeyPath], str]
 """Says where a key of a document is, for a person."""
+_KEYS = ("vm", "dpu", "fabric", "workload", "faults", "calls")
 CONTROLLERS_MAX = 64
 """Of one DPU: what its workers have tables for."""
 
 
 class _Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LimitsSpec(_Spec):
+    """Rates of I/Os and MiB per second, and credits of I/Os and MiB that pauses save up: see dpu.qos."""
+
+    rw_ios_per_sec: int = Field(default=0, ge=0)
+    rw_mbytes_per_sec: int = Field(default=0, ge=0)
+    r_ios_per_sec: int = Field(default=0, ge=0)
+    r_mbytes_per_sec: int = Field(default=0, ge=0)
+    w_ios_per_sec: int = Field(default=0, ge=0)
+    w_mbytes_per_sec: int = Field(default=0, ge=0)
+    rw_ios_burst: int = Field(default=0, ge=0)
+    rw_mbytes_burst: int = Field(default=0, ge=0)
+    r_ios_burst: int = Field(default=0, ge=0)
+    r_mbytes_burst: int = Field(default=0, ge=0)
+    w_ios_burst: int = Field(default=0, ge=0)
+    w_mbytes_burst: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LimitsSpec:
+        for name, value in self:
+            rate = name.replace("_burst", "_per_sec")
+            if value and not getattr(self, rate):
+                raise ValueError(f"{name} needs {rate}")
+        return self
+
+    def chosen(self) -> tuple[tuple[str, int], ...]:
+        return tuple((name, value) for name, value in self if value)
 
 
 class NamespaceSpec(_Spec):
@@ -74,6 +104,7 @@ class NamespaceSpec(_Spec):
     group: str | None = None
     """It is a volume of this group of its DPU."""
     thin: bool = False
+    limits: LimitsSpec = LimitsSpec()
 
     @model_validator(mode="after")
     def _consistent(self) -> NamespaceSpec:
@@ -192,6 +223,8 @@ class Scenario:
     fabric: FabricSpec | None = None
     document: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """As it was read."""
+    faults: tuple[FaultSpec, ...] = ()
+    calls: tuple[CallSpec, ...] = ()
 
     def lab_config(self, **more: Any) -> LabConfig:
         """The lab of this scenario; ``more`` are other fields of :class:`LabConfig`."""
@@ -210,6 +243,12 @@ class Scenario:
             "dpu": {name: dpu.model_dump(mode="json") for name, dpu in self.dpus.items()},
             **({} if self.fabric is None else {"fabric": self.fabric.model_dump(mode="json", exclude_none=True)}),
             "workload": [params.model_dump(mode="json") for params in self.workloads],
+            **(
+                {"faults": [one.model_dump(mode="json", exclude_none=True) for one in self.faults]}
+                if self.faults
+                else {}
+            ),
+            **({"calls": [one.model_dump(mode="json") for one in self.calls]} if self.calls else {}),
         }
 
     def _vm(self, name: str, vm: VmSpec) -> VmConfig:
@@ -233,7 +272,13 @@ class Scenario:
                 name=controller_name,
                 namespaces=tuple(
                     NamespaceConfig(
-                        spec.backend, spec.size, spec.block_size, self._path(spec.path), spec.group or "", spec.thin
+                        spec.backend,
+                        spec.size,
+                        spec.block_size,
+                        self._path(spec.path),
+                        spec.group or "",
+                        spec.thin,
+                        spec.limits.chosen(),
                     )
                     for spec in controller.namespaces
                 ),
@@ -365,8 +410,8 @@ class _Checker:
 
     def scenario(self, name: str) -> Scenario:
         for key in self.document:
-            if key not in ("vm", "dpu", "fabric", "workload"):
-                self.problem((key,), _unknown("key", key, ("vm", "dpu", "fabric", "workload")))
+            if key not in _KEYS:
+                self.problem((key,), _unknown("key", key, _KEYS))
         dpus = self.named_parts("dpu", DpuSpec)
         vms = self.named_parts("vm", VmSpec)
         self.check_attachments()
@@ -375,13 +420,16 @@ class _Checker:
         self.check_groups(dpus)
         self.check_machine(vms, dpus)
         workloads = self.workloads()
+        faults, calls = self.listed("faults", FaultSpec), self.listed("calls", CallSpec)
+        self.check_events(faults, calls, dpus)
         fabric: FabricSpec | None = None
         if "fabric" in self.document:
             fabric = self.part(FabricSpec, self.document["fabric"], ("fabric",))
         elif not self.document.get("vm"):
             self.problem((), "there is no VM; add a table such as [vm.web]")
         self.check_hosts(vms, fabric)
-        return Scenario(name, vms, dpus, tuple(workloads), self.folder, fabric, self.document)
+        timed = tuple(faults.values()), tuple(calls.values())
+        return Scenario(name, vms, dpus, tuple(workloads), self.folder, fabric, self.document, *timed)
 
     def named_parts(self, kind: str, model: type[Model]) -> dict[str, Model]:
         """The tables ``[kind.NAME]`` that are right."""
@@ -586,6 +634,34 @@ class _Checker:
             for dpu, raw in _table(self.document.get("dpu")).items()
             for controller in _table(_table(raw).get("nvme"))
         ]
+
+    def listed(self, kind: str, model: type[Model]) -> dict[int, Model]:
+        """The tables ``[[kind]]`` that are right, by their numbers."""
+        table = self.document.get(kind, [])
+        if not isinstance(table, list):
+            self.problem((kind,), f"{kind} is an array of tables: [[{kind}]]")
+            return {}
+        parts = {index: self.part(model, raw, (kind, index)) for index, raw in enumerate(table)}
+        return {index: part for index, part in parts.items() if part is not None}
+
+    def check_events(
+        self, faults: Mapping[int, FaultSpec], calls: Mapping[int, CallSpec], dpus: Mapping[str, DpuSpec]
+    ) -> None:
+        """Faults have their device and namespace, calls their DPU."""
+        devices = self.devices()
+        for index, fault in faults.items():
+            dpu, name = split_device(fault.device)
+            controller = dpus[dpu].nvme.get(name) if dpu in dpus else None
+            if fault.device not in devices:
+                self.problem(("faults", index, "device"), _unknown("controller", fault.device, devices))
+            elif controller is not None and fault.nsid > len(controller.namespaces):
+                message = f"{fault.device} has {len(controller.namespaces)} namespaces"
+                self.problem(("faults", index, "nsid"), message)
+            elif dpu in dpus and dpus[dpu].engine == "spdk":
+                self.problem(("faults", index, "device"), "SPDK has no such faults; use the engine dpud")
+        for index, call in calls.items():
+            if call.dpu not in _table(self.document.get("dpu")):
+                self.problem(("calls", index, "dpu"), _unknown("DPU", call.dpu, _table(self.document.get("dpu"))))
 
     def workloads(self) -> Iterable[Params]:
         raw_workloads = self.document.get("workload", [])

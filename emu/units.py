@@ -1,7 +1,7 @@
 """Sizes and durations as people write them: ``"1G"``, ``"20s"``.
 
 Sizes: a whole number of bytes, or a number with B, K, M, G, T (also KiB, MiB, ...), powers of 1024.
-Durations: a number with ms, s, m or h; a bare number is refused, because its unit would be a guess.
+Durations: a number with us, ms, s, m or h; a bare number is refused, because its unit would be a guess.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pydantic import BeforeValidator
 
 _SIZE_FACTORS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([BKMGT]?)(?:i?B)?", re.IGNORECASE)
-_DURATION_FACTORS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h)")
+_DURATION_FACTORS_S = {"us": 0.000_001, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(us|ms|s|m|h)")
 
 
 def parse_size(text: str | int) -> int:

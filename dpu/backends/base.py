@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from dpu.backends.marks import Marks
 from dpu.errors import RpcError
+from dpu.journal import Journal
 
 BLOCK_SIZES = (512, 4096)
 SIZE_BYTES_MAX = 2**63 - 1
@@ -97,11 +98,17 @@ class Backend(ABC):
         self.fd = fd
         self.readonly = readonly
         self.supports_discard = supports_discard
+        self.journal: Journal | None = None  # while power cuts may come
+        self.warning = 0  # Critical Warning bits of the SMART log that faults have set
         self.marks: Marks | None = None  # made by the first Write Uncorrectable
 
     @property
     def size_bytes(self) -> int:
         return self.block_size * self.num_blocks
+
+    def stack(self) -> list[Backend]:
+        """Itself, and what it stands on, from above."""
+        return [self]
 
     @property
     def stash_key(self) -> str | None:
@@ -109,7 +116,7 @@ class Backend(ABC):
         return stash_key(self.name) if self.fd >= 0 else None
 
     def describe(self) -> dict[str, Any]:
-        """The ``bdev_get_bdevs`` object without ``claimed``, which is the target's knowledge."""
+        """The ``bdev_get_bdevs`` object without ``claimed`` and limits, which are the target's knowledge."""
         io_types = set(self.io_types)
         if self.supports_discard:
             io_types.add("unmap")
@@ -128,9 +135,7 @@ class Backend(ABC):
             "preferred_unmap_granularity": 0,
             "uuid": str(self.uuid),
             **({"numa_id": -1} if self.numa_reported else {}),
-            "assigned_rate_limits": dict.fromkeys(
-                ("rw_ios_per_sec", "rw_mbytes_per_sec", "r_mbytes_per_sec", "w_mbytes_per_sec"), 0
-            ),
+            "assigned_rate_limits": {},
             "claimed": False,
             "zoned": False,
             "supported_io_types": {name: name in io_types for name in _IO_TYPES},
@@ -173,6 +178,9 @@ class Backend(ABC):
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None
         if self.marks is not None:
             self.marks.close()
             self.marks = None

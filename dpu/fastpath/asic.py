@@ -33,6 +33,7 @@ from dpu.fastpath.atomics import (
     ticks,
     view,
 )
+from dpu.fastpath.gate import OPEN, append_todo, gate, next_due_ns, wake_due
 from dpu.fastpath.jit import TRACEABLE, compiled, inlined
 from dpu.fastpath.rings import kill_at, ring_drop, ring_peek, ring_push
 from dpu.fastpath.system import differ, fill, find, io_uring_enter, move, ppoll, punch, read, recv, write
@@ -130,6 +131,7 @@ from dpu.layout import (
     URING,
     URING_CQE,
     URING_SQE,
+    VERDICT_CONTROL,
     VOLUME_CHANGES,
     VOLUME_COMMITTED,
     WHERE_ASIC,
@@ -139,6 +141,7 @@ from dpu.layout import (
     WHY_ADMIN,
     WHY_BUFFER,
     WHY_COMMIT,
+    WHY_FAULT,
     WHY_FILE,
     WHY_MARKS,
     WHY_NO_URING,
@@ -807,7 +810,7 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
 
 
 @compiled
-def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
+def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any, threads: int) -> int:
     """Copy (NVM 3.2.2) within a namespace, Descriptor Format 0h.
 
     Ranges are copied one after the other. Where a host lets source and destination overlap, which it should not, the
@@ -819,8 +822,8 @@ def copy_blocks(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
         return _INVALID_FIELD
     if count > COPY_RANGES_MAX:
         return _SIZE_LIMIT
-    if ns.threads:  # control checks the ranges, too
-        return to_control(p, c, slot, entry, ns.threads)
+    if threads:  # control checks the ranges, too
+        return to_control(p, c, slot, entry, threads)
     status = take_ranges(p, c, slot, entry, count * 32)
     if status != _OK:
         return status
@@ -1073,7 +1076,7 @@ def ended(p: Any, c: Any, slot: int, entry: Any, ns: Any, b: Any, status: int) -
         if op == _DSM:
             status = deallocate(p, c, slot, entry, ns)
         elif op == _COPY:
-            status = copy_blocks(p, c, slot, entry, ns)
+            status = copy_blocks(p, c, slot, entry, ns, 0)
     if status != _OK:
         return status
     if op == _WRITE or op == _ZEROES:
@@ -1178,12 +1181,15 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
     ns = view(c.namespaces, NAMESPACES, NAMESPACE)[nsid - 1]
     if ns.kind == KIND_ABSENT:
         return _INVALID_FIELD  # an inactive NSID (Base figure 87)
+    threads = ns.threads
+    if c.flows and entry.verdict & VERDICT_CONTROL:
+        threads = WHY_FAULT
     if op == _FLUSH:
-        return to_control(p, c, slot, entry, ns.threads) if ns.threads else flush(p, c, slot, entry, nsid)
+        return to_control(p, c, slot, entry, threads) if threads else flush(p, c, slot, entry, nsid)
     if op == _DSM:
-        return to_control(p, c, slot, entry, ns.threads) if ns.threads else deallocate(p, c, slot, entry, ns)
+        return to_control(p, c, slot, entry, threads) if threads else deallocate(p, c, slot, entry, ns)
     if op == _COPY:
-        return copy_blocks(p, c, slot, entry, ns)
+        return copy_blocks(p, c, slot, entry, ns, threads)
     lba = signed(sqe.cdw10) | signed(sqe.cdw11) << 32
     blocks = (signed(sqe.cdw12) & CDW12_NLB) + 1  # 0's based
     if not in_range(ns, lba, blocks):
@@ -1196,11 +1202,11 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
         return _READ_ERROR
     if op == _VERIFY:
         return verify(p, c, slot, entry, ns)
-    if ns.threads:
+    if threads:
         if blocks << ns.shift > TRANSFER_MAX and op != _ZEROES:
             return _INVALID_FIELD
         entry.bytes = blocks << ns.shift
-        return to_control(p, c, slot, entry, ns.threads)
+        return to_control(p, c, slot, entry, threads)
     if op == _ZEROES:
         status = write_zeroes(p, c, slot, entry, ns, lba, blocks)
     else:
@@ -1212,10 +1218,12 @@ def execute(p: Any, c: Any, slot: int, entry: Any) -> int:
 
 @inlined
 def begin(p: Any, c: Any, slot: int, entry: Any) -> None:
-    """Execute a fetched command and post what is done."""
+    """Execute a fetched command, if it may pass, and post what is done."""
     if p.stamps:
         entry.begun = ticks()
-    status = execute(p, c, slot, entry)
+    status = gate(p, c, slot, entry) if c.flows else OPEN
+    if status == OPEN:
+        status = execute(p, c, slot, entry)
     if status != _PENDING:
         post(p, c, slot, entry, status)
 
@@ -1287,6 +1295,7 @@ def serve_queue(p: Any, c: Any, sqid: int) -> int:
         entry.status = 0
         entry.dw0 = 0
         entry.bytes = 0
+        entry.verdict = 0
         entry.seen = seen
         parked = sqid == 0 and signed(entry.sqe.opcode) == _AER
         entry.where = WHERE_PARKED if parked else WHERE_ASIC
@@ -1339,13 +1348,6 @@ def take_updates(p: Any) -> int:
             append_todo(c, slot)
         ring_drop(p.updates)
         count += 1
-
-
-@compiled
-def append_todo(c: Any, slot: int) -> None:
-    """Queue a slot for :func:`finish_todo`. A slot is queued once, so the ring of SLOTS has room."""
-    store_u64(c.todo + 8 * (c.todo_end % SLOTS), slot)
-    c.todo_end += 1
 
 
 @compiled
@@ -1462,7 +1464,8 @@ def finish_todo(p: Any, c: Any) -> None:
                 post(p, c, slot, entry, entry.status)
         elif entry.state == FETCHED:
             entry.status = 0
-            entry.seen = ticks() if p.stamps else 0
+            if c.recovering and p.stamps:
+                entry.seen = ticks()
             if entry.where != WHERE_PARKED:
                 entry.where = WHERE_ASIC
             begin(p, c, slot, entry)
@@ -1591,8 +1594,9 @@ def sleep(p: Any, nap_ns: int) -> bool:
         fds[i].events = _POLLIN
         fds[i].revents = 0
     p.sleeps += 1
-    store_u64(p.scratch, 0 if nap else p.idle_ms // 1000)  # struct timespec
-    store_u64(p.scratch + 8, nap_ns if nap else p.idle_ms % 1000 * 1_000_000)
+    wait_ns = next_due_ns(p, nap_ns if nap else p.idle_ms * 1_000_000)
+    store_u64(p.scratch, wait_ns // 1_000_000_000)  # struct timespec
+    store_u64(p.scratch + 8, wait_ns % 1_000_000_000)
     ppoll(p.pollfds, count, p.scratch)
     if fds[0].revents:
         read(p.wake_fd, p.scratch, 8)
@@ -1629,6 +1633,8 @@ def one_pass(p: Any, look: bool) -> int:
     Passes can be long or short: counting them would bound neither what that costs nor what a first command waits.
     """
     work = take_updates(p) + reap(p)
+    if p.heap_count or p.heap_stale:
+        work += wake_due(p)
     controllers = view(p.controllers, CONTROLLERS, CONTROLLER)
     now, everywhere = 0, True
     if p.controller_count > 1:

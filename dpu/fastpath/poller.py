@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from dpu import layout
-from dpu.fastpath import asic, rings, soc
+from dpu.fastpath import asic, gate, rings, soc
 from dpu.fastpath.atomics import load_u64, store_u64, ticks
 from dpu.fastpath.jit import JIT, compiled
 from dpu.fastpath.uring import NoRing, Ring
@@ -59,6 +59,7 @@ def compile_all() -> None:
         soc.control_exchange.compile("int64(int64,int64,int64,int64,int64,int64,int64)")  # type: ignore[attr-defined]
         soc.control_answer.compile("int64(int64,int64)")  # type: ignore[attr-defined]
         now.compile("int64()")  # type: ignore[attr-defined]
+        gate.set_bucket.compile("void(int64,int64,int64,int64)")  # type: ignore[attr-defined]
     ns_multiplier()
 
 
@@ -113,6 +114,7 @@ class Poller:
             "scratch": np.zeros(layout.SCRATCH_BYTES, np.uint8),
             "dirty": np.zeros(layout.DIRTY_MAX, np.int64),
             "serving": np.zeros(1, np.int64),
+            "heap": np.zeros(layout.HEAP_ITEMS, layout.HEAP_ITEM),
         }
         p = self.record
         for name, area in self._areas.items():
@@ -164,6 +166,11 @@ class Poller:
     def wake(self) -> None:
         """End its sleep."""
         os.eventfd_write(self.wake_fd, 1)
+
+    def look_at_waiting(self) -> None:
+        """Have it look at all commands that wait at gates: what they wait for has changed."""
+        store_u64(self.address + layout.HEAP_STALE, 1)
+        self.wake()
 
     def call_control(self) -> None:
         """Have control look at its clients; from any thread, even in a signal handler."""

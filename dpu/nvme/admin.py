@@ -123,14 +123,15 @@ async def delete_cq(controller: Controller, sqe: SubmissionEntry, token: int) ->
 
 
 async def abort(controller: Controller, sqe: SubmissionEntry, token: int) -> Completion:
-    """Abort: best effort. Parked event requests are aborted; I/O completes soon enough by itself.
+    """Abort: best effort. Parked event requests and I/O that waits at a gate are aborted; other I/O soon completes.
 
     ACL cannot be exceeded: commands are executed one at a time.
     """
     sqid = ABORT_CDW10.get(sqe.cdw10, "SQID")
     if sqid not in controller.sqs:
         raise CommandError(Status.INVALID_FIELD, location=CDW10_LOCATION)
-    if sqid == 0 and controller.events.abort(ABORT_CDW10.get(sqe.cdw10, "CID")):
+    cid = ABORT_CDW10.get(sqe.cdw10, "CID")
+    if controller.events.abort(cid) if sqid == 0 else await controller.plane.abort(sqid, cid):
         return SUCCESS
     return Completion(Status.SUCCESS.field(), ABORT_DW0_NOT_ABORTED)
 

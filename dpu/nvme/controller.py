@@ -47,7 +47,12 @@ from dpu.nvme import admin, registers
 from dpu.nvme.errorlog import NO_CID, ErrorLog
 from dpu.nvme.errors import CommandError
 from dpu.nvme.events import AsyncEvents, Event
-from dpu.nvme.features import FeatureValues, critical_warning, temperature_event_wanted
+from dpu.nvme.features import (
+    CRITICAL_WARNING_TEMPERATURE,
+    FeatureValues,
+    critical_warning,
+    temperature_event_wanted,
+)
 from dpu.nvme.interfaces import (
     Completion,
     DataPlane,
@@ -445,8 +450,17 @@ class Controller:
 
     def check_temperature(self) -> None:
         """Report a temperature beyond its threshold when the host wants to know."""
-        if temperature_event_wanted(self) and critical_warning(self):
+        if temperature_event_wanted(self) and critical_warning(self) & CRITICAL_WARNING_TEMPERATURE:
             self.events.raise_event(Event.TEMPERATURE_THRESHOLD)
+
+    def check_health(self) -> None:
+        """Report warnings of the NVM subsystem's health when the host wants to know."""
+        if critical_warning(self) & self.features.smart_warnings & ~CRITICAL_WARNING_TEMPERATURE:
+            self.events.raise_event(Event.RELIABILITY)
+
+    def internal_error(self, *, persistent: bool) -> None:
+        """A command has ended with Internal Error, whose details are an event's (Base 4.6.1.2.1), or all will."""
+        self.events.raise_event(Event.PERSISTENT_INTERNAL_ERROR if persistent else Event.TRANSIENT_INTERNAL_ERROR)
 
     def record_error(
         self,

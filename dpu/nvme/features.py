@@ -180,6 +180,7 @@ class AsynchronousEvents(Feature):
 
     def changed(self, controller: Controller) -> None:
         controller.check_temperature()
+        controller.check_health()
 
 
 class Timestamp(Feature):
@@ -287,7 +288,10 @@ def critical_warning(controller: Controller) -> int:
     """The Critical Warning byte of the SMART log."""
     row = FEATURES[TEMPERATURE_THRESHOLD]
     over, under = (row.read(controller, selector, SEL_CURRENT) for selector in (0, 1))
-    return 0 if under < TEMPERATURE_K < over else CRITICAL_WARNING_TEMPERATURE
+    warning = 0 if under < TEMPERATURE_K < over else CRITICAL_WARNING_TEMPERATURE
+    for namespace in controller.subsystem.namespaces():
+        warning |= namespace.warning
+    return warning
 
 
 def temperature_event_wanted(controller: Controller) -> bool:

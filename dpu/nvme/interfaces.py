@@ -72,6 +72,7 @@ class NamespaceInfo:
     :param atomic_bytes: a Write of so many bytes is wholly done or not at all, also when a worker dies; 0: of one
         block
     :param shared: may be attached to more than one controller, and there is more than one
+    :param warning: Critical Warning bits of the SMART log
     """
 
     nsid: int
@@ -85,6 +86,7 @@ class NamespaceInfo:
     readonly: bool = False
     atomic_bytes: int = 0
     shared: bool = False
+    warning: int = 0
 
 
 class SubsystemView(Protocol):
@@ -161,6 +163,9 @@ class DataPlane(Protocol):
         """Stop fetching, and return when every command of the queue has completed."""
 
     async def close_cq(self, qid: int) -> None: ...
+
+    async def abort(self, sqid: int, cid: int) -> bool:
+        """Complete an I/O command that waits for a limit or a fault with Command Abort Requested, if there is one."""
 
     async def close_all(self) -> None:
         """Stop every queue and drop what is in flight, parked commands included. Forgets dbbuf and mask.

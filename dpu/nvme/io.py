@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, cast
 
 from dpu.backends import Backend, Kind, NullBackend
+from dpu.faults import Mishap
+from dpu.journal import Blocks, Journaled
 from dpu.layout import (
     BLOCK_ERASE,
     BLOCK_READ,
@@ -65,17 +67,20 @@ class Subsystem(Protocol):
     def block_size(self, nsid: int) -> int: ...
 
 
-async def execute(sqe: bytes, memory: GuestMemory, subsystem: Subsystem, durable: bool) -> Completion:
+async def execute(
+    sqe: bytes, memory: GuestMemory, subsystem: Subsystem, durable: bool, mishap: Mishap | None = None
+) -> Completion:
     """Do one command; guest memory is read before the thread begins and written after it has ended.
 
     :param durable: writes are to be durable also without Force Unit Access
+    :param mishap: what happens to the data of a Read or Write
     """
     entry = SubmissionEntry.from_buffer_copy(sqe)
     durable = durable or bool(entry.cdw12 & CDW12_FUA)
     try:
         if entry.opcode == NvmOpcode.COPY:
             return await _copy(entry, memory, subsystem, durable)
-        await _dispatch(entry, memory, subsystem, durable)
+        await _dispatch(entry, memory, subsystem, durable, mishap)
     except CommandError as error:
         return Completion(error.status.field(dnr=error.dnr))
     except KeyError:
@@ -85,10 +90,12 @@ async def execute(sqe: bytes, memory: GuestMemory, subsystem: Subsystem, durable
             return Completion(Status.INTERNAL_ERROR)
         reading = entry.opcode in (NvmOpcode.READ, NvmOpcode.COMPARE, NvmOpcode.VERIFY)
         return Completion(Status.UNRECOVERED_READ_ERROR if reading else _write_status(error))
-    return Completion(Status.SUCCESS)
+    return Completion(mishap.status if mishap is not None else Status.SUCCESS)
 
 
-async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subsystem, durable: bool) -> None:
+async def _dispatch(
+    entry: SubmissionEntry, memory: GuestMemory, subsystem: Subsystem, durable: bool, mishap: Mishap | None
+) -> None:
     op = entry.opcode
     if op == NvmOpcode.FLUSH:
         nsids = list(subsystem.by_nsid) if entry.nsid == BROADCAST_NSID else [entry.nsid]
@@ -115,13 +122,16 @@ async def _dispatch(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subs
         expected = prp.read(memory, entry, length) if op == NvmOpcode.COMPARE else b""
         found = await _blocks(backend).read(length, offset)
         if op == NvmOpcode.READ:
-            prp.write(memory, entry, found)
+            prp.write(memory, entry, mishap.change(found) if mishap is not None else found)
         elif found != expected:
             raise CommandError(Status.COMPARE_FAILURE)
     elif op == NvmOpcode.WRITE:
         data = prp.read(memory, entry, length)
-        await _blocks(backend).write(data, offset, durable)
-        _unmark(backend, lba, blocks)
+        if mishap is not None:
+            data = mishap.change(data)
+        if data:
+            await _blocks(backend).write(data, offset, durable)
+        _unmark(backend, lba, len(data) // size)
     else:
         assert op == NvmOpcode.WRITE_ZEROES, op
         await _blocks(backend).zero(length, offset, durable)
@@ -302,8 +312,14 @@ async def help_out(store: VolumeStore, why: int, area: int, volume: int, first: 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _blocks(backend: Backend) -> _File | _Volume:
+def blocks_of(backend: Backend) -> Blocks:
+    """What a back end's blocks are read and written by, past its journal."""
     return _Volume(cast(VolumeNamespace, backend)) if backend.kind is Kind.VOLUME else _File(backend.fd)
+
+
+def _blocks(backend: Backend) -> Blocks:
+    inner = blocks_of(backend)
+    return inner if backend.journal is None else Journaled(inner, backend.journal)
 
 
 def _read(fd: int, length: int, offset: int) -> bytes:

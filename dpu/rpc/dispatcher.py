@@ -103,6 +103,13 @@ def integer(low: int, high: int) -> Callable[[Any], int]:
 u32 = integer(0, 2**32 - 1)
 u64 = integer(0, 2**64 - 1)
 i32 = integer(-(2**31), 2**31 - 1)
+limit = integer(0, 10**12)  # of rates and bursts; with it no time is more than 64 bits
+
+
+def number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadParam("must be a number")
+    return float(value)
 
 
 def uuid(value: Any) -> uuids.UUID:
@@ -237,9 +244,16 @@ class Answer:
 class Dispatcher:
     """``state``: tells in which of its two states the daemon is."""
 
-    def __init__(self, methods: Mapping[str, Method], state: Callable[[], When] = lambda: When.RUNTIME) -> None:
+    def __init__(
+        self,
+        methods: Mapping[str, Method],
+        state: Callable[[], When] = lambda: When.RUNTIME,
+        before: Callable[[str], Awaitable[None]] | None = None,
+    ) -> None:
+        """``before``: awaited before each call, with its method's name; its RpcError is the answer."""
         self.methods = methods
         self._state = state
+        self._before = before
         self._late: set[asyncio.Task[Any]] = set()  # timed out, still at work
 
     async def answer(self, text: bytes) -> Answer:
@@ -284,6 +298,8 @@ class Dispatcher:
         except BadParam as problem:
             log.warning("%s: parameters refused: %s", name, problem)
             raise method.bad_params from None
+        if self._before is not None:
+            await self._before(name)
         return await self._run(method, params)
 
     async def _run(self, method: Method, params: dict[str, Any]) -> Any:

@@ -21,7 +21,9 @@ from typing import Any
 
 from dpu.backends import FileBackend, MemoryBackend, NullBackend, UringBackend
 from dpu.errors import EmuError, RpcError
+from dpu.faults import NUMBERS as FAULT_NUMBERS
 from dpu.iostat import RESET_MODES
+from dpu.qos import LIMIT_NAMES
 from dpu.rpc.dispatcher import (
     INVALID_PARAMS,
     TIMEOUT_S,
@@ -34,7 +36,9 @@ from dpu.rpc.dispatcher import (
     hexadecimal,
     i32,
     integer,
+    limit,
     nested,
+    number,
     one_of,
     only,
     string,
@@ -69,6 +73,8 @@ def _hint(name: str) -> Param:
     return Param(name, i32, ignored=True)
 
 
+_whole = integer(0, 2**62)
+_BDEV_NAME = Param("bdev_name", string, required=True)
 _LEVEL = Param("level", one_of(*LEVELS), required=True)
 _FLAG = Param("flag", one_of(*FLAGS, "all"), required=True)
 _TGT_NAME = Param("tgt_name", only("nvmf_tgt"), ignored=True)
@@ -105,7 +111,7 @@ def dispatcher(target: Target) -> Dispatcher:
     def state() -> When:
         return When.RUNTIME if target.initialized else When.STARTUP
 
-    return Dispatcher(_method_table(target, state), state)
+    return Dispatcher(_method_table(target, state), state, target.strike_call)
 
 
 def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method]:
@@ -170,6 +176,9 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
 
     async def get_stats() -> dict[str, Any]:
         return target.host.stats()
+
+    async def get_faults(name: str | None) -> list[dict[str, Any]]:
+        return target.get_faults(name)
 
     async def get_bdevs(name: str | None, timeout: int) -> list[dict[str, Any]]:
         return await target.get_bdevs(name, timeout)
@@ -283,6 +292,33 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
             (Param("filename", string, required=True), Param("format", one_of(*FORMATS), default="text")),
         ),
         Method(
+            "dpu_fault_add",
+            target.add_fault,
+            (
+                Param("name", string),
+                Param("action", string, required=True),
+                Param("bdev_name", string),
+                Param("method", string),
+                Param("metadata", boolean),
+                Param("io_types", strings),
+                *(Param(name, _whole) for name in FAULT_NUMBERS),
+                Param("code", i32),
+                Param("dnr", boolean),
+                Param("probability", number),
+                Param("distribution", string),
+            ),
+        ),
+        Method("dpu_fault_remove", target.remove_fault, (_name(),)),
+        Method("dpu_fault_release", target.release_fault, (_name(),)),
+        Method("dpu_journal_start", target.start_journal, (_BDEV_NAME,)),
+        Method("dpu_journal_stop", target.stop_journal, (_BDEV_NAME,)),
+        Method(
+            "dpu_power_cut",
+            target.cut_power,
+            (_BDEV_NAME, Param("seed", _whole), Param("fail_controllers", boolean, default=True)),
+        ),
+        Method("dpu_fault_get", get_faults, (Param("name", string),)),
+        Method(
             "bdev_get_bdevs",
             get_bdevs,
             (Param("name", string), Param("timeout", u32, default=0)),
@@ -298,6 +334,11 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
                 _neutral("md_interleave", False),
                 _neutral("numa_id", -1),
             ),
+        ),
+        Method(
+            "bdev_set_qos_limit",
+            target.set_limits,
+            (_name(), *(Param(name, limit) for name in LIMIT_NAMES)),
         ),
         Method("bdev_wait_for_examine", wait_for_examine),
         Method(

@@ -44,7 +44,7 @@ T = TypeVar("T")
 class Spdk(Client):
     """The methods of a target at a socket."""
 
-    def _do(self, result: type[T], method: str, **params: Any) -> T:
+    def _do(self, result: type[T], method: str, /, **params: Any) -> T:
         given = {name: value for name, value in params.items() if value is not None}
         return cast(T, self.call(method, given))
 
@@ -135,6 +135,58 @@ class Spdk(Client):
     def dpu_trace_save(self, *, filename: str, format: TraceFormat | None = None) -> dict[str, int]:
         """Ours: write what was traced to a file of the daemon's; how many commands, how many older ones are lost."""
         return self._do(dict[str, int], "dpu_trace_save", filename=filename, format=format)
+
+    def dpu_fault_add(
+        self,
+        *,
+        action: str,
+        name: str | None = None,
+        bdev_name: str | None = None,
+        method: str | None = None,
+        metadata: bool | None = None,
+        io_types: list[str] | None = None,
+        **more: Any,
+    ) -> str:
+        """Ours: strike I/O of a bdev, calls of a method, or commits; ``more``: of dpu.faults.Fault. Its name."""
+        return self._do(
+            str,
+            "dpu_fault_add",
+            action=action,
+            name=name,
+            bdev_name=bdev_name,
+            method=method,
+            metadata=metadata,
+            io_types=io_types,
+            **more,
+        )
+
+    def dpu_fault_get(self, *, name: str | None = None) -> list[dict[str, Any]]:
+        """Ours: what was asked for, and how many commands or calls have matched and were struck."""
+        return self._do(list[dict[str, Any]], "dpu_fault_get", name=name)
+
+    def dpu_fault_remove(self, *, name: str) -> bool:
+        """Ours: what it holds or delays goes on."""
+        return self._do(bool, "dpu_fault_remove", name=name)
+
+    def dpu_fault_release(self, *, name: str) -> int:
+        """Ours: let go what it holds or delays; how many commands. The fault stays."""
+        return self._do(int, "dpu_fault_release", name=name)
+
+    def dpu_journal_start(self, *, bdev_name: str) -> bool:
+        """Ours: note what is overwritten and not flushed yet, so that power can be cut. Slow."""
+        return self._do(bool, "dpu_journal_start", bdev_name=bdev_name)
+
+    def dpu_journal_stop(self, *, bdev_name: str) -> bool:
+        """Ours."""
+        return self._do(bool, "dpu_journal_stop", bdev_name=bdev_name)
+
+    def dpu_power_cut(
+        self, *, bdev_name: str, seed: int | None = None, fail_controllers: bool | None = None
+    ) -> dict[str, int]:
+        """Ours: lose what was not flushed, or by ``seed`` a legal part of it; its controllers fail until a reset."""
+        return self._do(
+            dict[str, int], "dpu_power_cut", bdev_name=bdev_name, seed=seed, fail_controllers=fail_controllers
+        )
 
     # -- bdevs
 
@@ -249,8 +301,9 @@ class Spdk(Client):
         rw_mbytes_per_sec: int | None = None,
         r_mbytes_per_sec: int | None = None,
         w_mbytes_per_sec: int | None = None,
+        **ours: int | None,
     ) -> bool:
-        """0: no limit."""
+        """0: no limit. ``ours``: of dpu.qos.Limits, not in SPDK: r_ios_per_sec, rw_ios_burst and others."""
         return self._do(
             bool,
             "bdev_set_qos_limit",
@@ -259,6 +312,7 @@ class Spdk(Client):
             rw_mbytes_per_sec=rw_mbytes_per_sec,
             r_mbytes_per_sec=r_mbytes_per_sec,
             w_mbytes_per_sec=w_mbytes_per_sec,
+            **ours,
         )
 
     def bdev_error_create(self, *, base_name: str, uuid: str | None = None) -> bool:

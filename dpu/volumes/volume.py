@@ -57,6 +57,9 @@ class Volume(Backend):
     def being_deleted(self) -> bool:
         return self.busy == DELETION or self.store.busy == DELETION
 
+    def stack(self) -> list[Backend]:
+        return [self, *self.store.bases]
+
     def resized(self) -> None:
         """The row has another size."""
         self.num_blocks = self.row.clusters * self.store.cluster_bytes // self.block_size

@@ -308,6 +308,7 @@ static int64_t serve_queue(struct POLLER *p, struct CONTROLLER *c, int64_t sqid)
         entry->status = 0;
         entry->dw0 = 0;
         entry->bytes = 0;
+        entry->verdict = 0;
         entry->seen = seen;
         entry->where = WHERE_ASIC;
         store64(&entry->state, FETCHED);

@@ -205,6 +205,8 @@ def life(card: Spdk, vfu: Path, image: Path) -> set[str]:
     assert {stat["name"] for stat in do("bdev_get_iostat")["bdevs"]} == {"m", "n", "u"}
     assert do("bdev_get_iostat", names=["n"], per_channel=True)["channels"] == []
     do("bdev_reset_iostat")
+    do("bdev_set_qos_limit", name="m", rw_ios_per_sec=20000, r_mbytes_per_sec=100)
+    assert do("bdev_get_bdevs", name="m")[0]["assigned_rate_limits"]["r_mbytes_per_sec"] == 100
     do("nvmf_subsystem_remove_listener", nqn=NQN, listen_address=address)
     do("nvmf_subsystem_remove_ns", nqn=NQN, nsid=1)
     do("nvmf_delete_subsystem", nqn=NQN)

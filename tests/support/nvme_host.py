@@ -118,6 +118,9 @@ class Plane:
     async def close_sq(self, qid: int) -> None:
         del self.sqs[qid]
 
+    async def abort(self, sqid: int, cid: int) -> bool:
+        return False
+
     async def close_cq(self, qid: int) -> None:
         assert all(cqid != qid for _, _, cqid in self.sqs.values())
         del self.cqs[qid]

@@ -137,6 +137,25 @@ class FakeHost:
             raise self.commit_error
         self.kept.config = json.dumps(config)
 
+    def power_lost(self, subsystem: Subsystem) -> None:
+        self.step(("power_lost", subsystem.nqn))
+
+    def clear_gate(self, number: int) -> None:
+        self.step(("clear_gate", number))
+
+    async def release(self, number: int) -> int:
+        self.step(("release", number))
+        return 0
+
+    def fault_counts(self, number: int) -> tuple[int, int]:
+        return 0, 0
+
+    def health_changed(self, backend: Any, persistent: bool) -> None:
+        self.step(("health_changed", backend.name, persistent))
+
+    def gate_changed(self, name: str) -> None:
+        self.step(("gate_changed", name))
+
     def namespace_added(self, subsystem: Subsystem, nsid: int) -> None:
         self.step(("namespace_added", subsystem.nqn, nsid))
         if self.refuse_namespaces:

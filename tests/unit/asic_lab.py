@@ -39,7 +39,7 @@ import dpu.fastpath
 from dpu import layout
 from dpu.backends import Backend, MemoryBackend
 from dpu.backends.null import NullBackend
-from dpu.fastpath import asic, rings, soc
+from dpu.fastpath import asic, gate, rings, soc
 from dpu.fastpath.poller import Poller
 from dpu.fastpath.uring import NoRing, Ring
 from dpu.guestmap import Mapping
@@ -75,7 +75,7 @@ def load_plain(*products: ModuleType) -> list[Any]:
 
 PRODUCT: Any = asic
 PLAIN: Any
-PLAIN_RINGS, PLAIN_SOC, PLAIN = load_plain(rings, soc, asic)
+PLAIN_GATE, PLAIN_RINGS, PLAIN_SOC, PLAIN = load_plain(gate, rings, soc, asic)
 ENGINES = {"product": PRODUCT, "plain": PLAIN}
 
 
@@ -499,7 +499,7 @@ class Cutter:
         patches |= {name: counted(getattr(PLAIN_SOC, name)) for name in ("add_u64", "swap_u64")}
         patches["view"] = lambda address, count, dtype: _Array(view(address, count, dtype), self._step)
         with contextlib.ExitStack() as stack:
-            for module in (PLAIN_RINGS, PLAIN_SOC, PLAIN):
+            for module in (PLAIN_GATE, PLAIN_RINGS, PLAIN_SOC, PLAIN):
                 has = {name: patch for name, patch in patches.items() if hasattr(module, name)}
                 stack.enter_context(mock.patch.multiple(module, **has))
             stack.enter_context(mock.patch.object(PLAIN, "execute", recording))

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ class Worker:
     generation = 1
     channel = Channel()
     target: Any = None
+    gates = SimpleNamespace(leave=lambda address, place: None)
 
     def __init__(self, poller: Any) -> None:
         self.poller = poller
@@ -116,7 +118,7 @@ def slow_io(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Event]:
     """I/O in threads that lasts until its event is set."""
     events: list[asyncio.Event] = []
 
-    async def execute(sqe: bytes, memory: Any, subsystem: Any, durable: bool) -> Completion:
+    async def execute(sqe: bytes, memory: Any, subsystem: Any, durable: bool, mishap: Any = None) -> Completion:
         events.append(asyncio.Event())
         await events[-1].wait()
         return Completion(0)

@@ -7,6 +7,7 @@ the fence a poller sleeps through a doorbell; no run on one machine shows any of
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ NAMES = {
     "load_u64": "a",
     "store_u32": "a, b",
     "store_u64": "a, b",
+    "swap_u64": "a, b, c",
+    "add_u64": "a, b",
     "signed": "a",
     "bit_length": "a",
     "copy": "a, b, c",
@@ -64,6 +67,33 @@ def test_loads_and_stores(words: Callable[..., Any], value: int) -> None:
     assert words("load_u32", at) == value & 0xFFFFFFFF, "zero-extended"
     assert words("load_u32", at + 4) == 0xFFFFFFFF, "32 bits only"
     assert area.tolist()[::2] == [-1, -1]
+
+
+@pytest.mark.parametrize("value", WORDS)
+def test_swap_and_add(words: Callable[..., Any], value: int) -> None:
+    area = np.full(3, -1, np.int64)
+    at = int(area.ctypes.data) + 8
+    area[1] = 7
+    assert not words("swap_u64", at, 8, value) and area[1] == 7
+    assert words("swap_u64", at, 7, value) and area[1] == value
+    assert words("add_u64", at, 5) == value
+    assert area.tolist() == [-1, (value + 5 + (1 << 63)) % (1 << 64) - (1 << 63), -1]
+
+
+def test_adds_of_two_threads_are_all_there() -> None:
+    area = np.zeros(1, np.int64)
+    at = int(area.ctypes.data)
+
+    def add() -> None:
+        for _ in range(10_000):
+            COMPILED["add_u64"](at, 3)
+
+    threads = [threading.Thread(target=add) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert area[0] == 60_000
 
 
 def test_numbers(words: Callable[..., Any]) -> None:
