@@ -589,7 +589,8 @@ class Group:
         return self._by_name.get(name)
 
     def free_clusters(self) -> int:
-        return self.supply.free_count() + sum(len(part) for part in self._leaving)
+        """What no volume has, whether it can be given out yet or not."""
+        return int((self.supply.states != CLUSTER_USED).sum())
 
     def allocated(self, volume: Volume) -> int:
         """Clusters that a volume owns."""
