@@ -714,6 +714,7 @@ BLOCK: Final = _words(
     "offset",  # bytes in the volume
     "length",
     "target",  # of a copy
+    "own",  # locate: OWN_*
     "free",  # erase: Deallocate
     "count",  # the soc's answer: extents, or minus a WHY_*
     "target_count",
@@ -729,6 +730,9 @@ BLOCK: Final = _words(
     "parity",
     size=192,
 )
+OWN_NOT: Final = 0  # look up only
+OWN_ALREADY: Final = 1  # all has to be the volume's own
+OWN_MAKE: Final = 2  # and is made so
 BLOCK_READ: Final = 0
 BLOCK_WRITE: Final = 1
 BLOCK_ERASE: Final = 2

@@ -92,6 +92,8 @@ from dpu.layout import (
     MARK_PAGE_BITS,
     NAMESPACE,
     NAMESPACES,
+    OWN_ALREADY,
+    OWN_NOT,
     PAGE,
     POLLER,
     POLLFD,
@@ -935,7 +937,8 @@ def transfer_volume(p: Any, c: Any, slot: int, entry: Any, ns: Any, offset: int,
     address(b, ns, BLOCK_WRITE if write else BLOCK_READ, offset, length)
     b.segments = segments
     if view(ns.group, 1, GROUP_LOCAL)[0].offload:
-        b.count = soc.locate(p, b, offset, write, False, c.blocks + BLOCK_BYTES * slot + BLOCK_EXTENTS)
+        b.own = OWN_ALREADY if write else OWN_NOT
+        b.count = soc.locate(p, b, offset, c.blocks + BLOCK_BYTES * slot + BLOCK_EXTENTS)
         if b.count > 0:
             return ended(p, c, slot, entry, ns, b, move_extents(p, c, slot, entry, b))
     return to_soc(p, c, slot, entry)
@@ -1090,6 +1093,13 @@ def ended(p: Any, c: Any, slot: int, entry: Any, ns: Any, b: Any, status: int) -
 
 
 @compiled
+def complete(p: Any, c: Any, slot: int, entry: Any, status: int) -> None:
+    """Post a command unless it is pending."""
+    if status != _PENDING:
+        post(p, c, slot, entry, status)
+
+
+@compiled
 def answered(p: Any, c: Any, slot: int) -> None:
     """The soc has answered a block request."""
     entry = view(c.state + INFLIGHT_OFFSET, SLOTS, INFLIGHT)[slot]
@@ -1107,9 +1117,7 @@ def answered(p: Any, c: Any, slot: int) -> None:
         status = copy_extents(c, slot, b)
     else:
         status = move_extents(p, c, slot, entry, b)
-    status = ended(p, c, slot, entry, ns, b, status)
-    if status != _PENDING:
-        post(p, c, slot, entry, status)
+    complete(p, c, slot, entry, ended(p, c, slot, entry, ns, b, status))
 
 
 @compiled
@@ -1154,9 +1162,7 @@ def reap_volume(p: Any, c: Any, slot: int, result: int) -> None:
         status = _READ_ERROR if signed(entry.sqe.opcode) == _READ else _CAPACITY
     if status == _BY_CONTROL:
         status = to_control(p, c, slot, entry, WHY_REFUSED)
-    status = ended(p, c, slot, entry, ns, b, status)
-    if status != _PENDING:
-        post(p, c, slot, entry, status)
+    complete(p, c, slot, entry, ended(p, c, slot, entry, ns, b, status))
 
 
 # -------------------------------------------------------------------------------------------------- any command

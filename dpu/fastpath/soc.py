@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpu.fastpath.atomics import add_u64, copy, load_u64, prefetch, store_u64, swap_u64, view
+from dpu.fastpath.atomics import add_u64, copy, load_u64, prefetch, signed, store_u64, swap_u64, view
 from dpu.fastpath.jit import compiled, inlined
 from dpu.fastpath.rings import kill_at, ring_drop, ring_peek, ring_push
 from dpu.fastpath.system import fill
@@ -33,8 +33,8 @@ from dpu.layout import (
     BLOCK_COPY,
     BLOCK_ERASE,
     BLOCK_EXTENTS,
-    BLOCK_READ,
     BLOCK_TARGETS,
+    BLOCK_WRITE,
     CLUSTER,
     CONTROLLER,
     CONTROLLERS,
@@ -56,6 +56,8 @@ from dpu.layout import (
     LOG_LEAF,
     LOG_OFFSET,
     LOG_RECORD_BYTES,
+    OWN_MAKE,
+    OWN_NOT,
     PLACE,
     PLACE_BITS,
     POLLER,
@@ -73,6 +75,7 @@ from dpu.layout import (
 
 OUTSIDE = 255  # no WHY_*; locate(): the range is not inside the volume
 ERASE_STEPS = 4096
+COPY_DATA = 256
 LOG_NEWS = 4095  # control is woken each time the log has so many records more, plus one
 _RECORDS = 2  # that one change can write
 
@@ -152,10 +155,10 @@ def add_extent(p: Any, g: Any, extents: int, count: int, entry: int, within: int
 
 
 @compiled
-def locate(p: Any, b: Any, at: int, write: bool, allocate: bool, extents: int) -> int:
+def locate(p: Any, b: Any, at: int, extents: int) -> int:
     """List where ``b.length`` bytes at ``at`` are; their number, or minus a WHY_*, or minus OUTSIDE.
 
-    ``write``: all of them shall be the volume's own; with ``allocate`` they are made so, else it is -WHY_SOC.
+    ``b.own``: whether they shall be the volume's own, or be made so; -WHY_SOC when they are not.
     """
     g = view(b.group, 1, GROUP_LOCAL)[0]
     v = view(b.volume, 1, VOLUME)[0]
@@ -168,8 +171,8 @@ def locate(p: Any, b: Any, at: int, write: bool, allocate: bool, extents: int) -
     while at < end:
         index = at >> shift
         entry = look_up(g, v, index)
-        if write and entry >> PLACE_BITS != v.epoch:
-            if not allocate:
+        if b.own and entry >> PLACE_BITS != v.epoch:
+            if b.own != OWN_MAKE:
                 return -WHY_SOC
             entry = own(p, g, v, b.volume, index, entry)
             if entry == 0:
@@ -254,11 +257,14 @@ def own_leaf(p: Any, g: Any, v: Any, number: int, index: int, area: int) -> int:
 
 
 @compiled
-def exchange(p: Any, g: Any, v: Any, volume: int, index: int, old: int, place: int, action: int, copies: bool) -> int:
+def exchange(p: Any, g: Any, v: Any, volume: int, index: int, old: int, place: int, action: int) -> int:
     """Change an entry from ``old`` to a place of the volume's own (with LOG_FREE and LOG_DROP to 0), logged.
 
-    ``copies``: first copy the cluster, in memory. 1; 0: another was faster, nothing has happened; minus a WHY_*.
+    ``action``: LOG_*, with COPY_DATA if the cluster is first to be copied, in memory.
+    1; 0: another was faster, nothing has happened; minus a WHY_*.
     """
+    copies = action & COPY_DATA
+    action &= COPY_DATA - 1
     area = g.areas + AREA_BYTES * p.number
     log = area + LOG_OFFSET
     if load_u64(log + RING_TAIL) - load_u64(log + RING_HEAD) > LOG_ENTRIES - _RECORDS:
@@ -292,7 +298,7 @@ def own(p: Any, g: Any, v: Any, volume: int, index: int, old: int) -> int:
     pool = g.areas + AREA_BYTES * p.number + POOL_OFFSET
     action = LOG_ALLOCATE
     if old != 0:
-        action = LOG_COPY
+        action = LOG_COPY | COPY_DATA
         if backing_of(g, old).kind != KIND_MEMORY or 1 << g.cluster_shift > g.copy_max:
             return -WHY_SHARED
     place = ring_peek(pool)
@@ -300,7 +306,7 @@ def own(p: Any, g: Any, v: Any, volume: int, index: int, old: int) -> int:
         return -WHY_ROOM
     if old != 0 and backing_of(g, place).kind != KIND_MEMORY:
         return -WHY_SHARED
-    done = exchange(p, g, v, volume, index, old, place, action, old != 0)
+    done = exchange(p, g, v, volume, index, old, place, action)
     if done <= 0:
         return done
     pool_drop(p, pool)
@@ -321,6 +327,7 @@ def erase(p: Any, b: Any, extents: int) -> int:
     at, end = b.offset, b.offset + b.length
     count = 0
     steps = 0
+    nowhere = signed(0)  # a constant would have numba compile exchange() again
     b.done = 0
     if (end - 1) >> shift >= v.clusters:
         return -OUTSIDE
@@ -337,7 +344,7 @@ def erase(p: Any, b: Any, extents: int) -> int:
             whole = stop - at == 1 << shift
             result = 1
             if whole and (not owned or (b.free and not v.thick)):
-                result = exchange(p, g, v, b.volume, index, entry, 0, LOG_FREE if owned else LOG_DROP, False)
+                result = exchange(p, g, v, b.volume, index, entry, nowhere, LOG_FREE if owned else LOG_DROP)
             elif owned:
                 count = add_extent(p, g, extents, count, entry, at & ((1 << shift) - 1), stop - at)
             elif not b.free:
@@ -364,12 +371,13 @@ def answer(p: Any, at: int) -> int:
     if b.action == BLOCK_ERASE:
         return erase(p, b, extents)
     if b.action == BLOCK_COPY:
-        count = locate(p, b, b.target, True, True, at + BLOCK_TARGETS)
+        b.own = OWN_MAKE
+        count = locate(p, b, b.target, at + BLOCK_TARGETS)
         if count < 0:
             return count
         b.target_count = count
-        return locate(p, b, b.offset, False, False, extents)
-    return locate(p, b, b.offset, b.action != BLOCK_READ, True, extents)
+    b.own = OWN_MAKE if b.action == BLOCK_WRITE else OWN_NOT
+    return locate(p, b, b.offset, extents)
 
 
 @compiled
@@ -399,7 +407,7 @@ def control_exchange(poller: int, group: int, volume: int, index: int, old: int,
     """As :func:`exchange`, for control's own area; data has been copied already."""
     p = view(poller, 1, POLLER)[0]
     g = view(group, 1, GROUP_LOCAL)[0]
-    return exchange(p, g, view(volume, 1, VOLUME)[0], volume, index, old, place, action, False)
+    return exchange(p, g, view(volume, 1, VOLUME)[0], volume, index, old, place, action)
 
 
 @compiled
