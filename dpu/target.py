@@ -40,7 +40,7 @@ from dpu.backends import (
     os_error,
     stash_key,
 )
-from dpu.backends.base import check_geometry
+from dpu.backends.base import SIZE_BYTES_MAX, check_geometry
 from dpu.backends.file import CacheMode
 from dpu.errors import RpcError
 from dpu.faults import ACTIONS, Fault
@@ -75,6 +75,7 @@ SERIAL_BYTES_MAX = 20
 MODEL_BYTES_MAX = 40
 SOCKET_PATH_BYTES_MAX = 107
 CNTLID_MAX = 65519
+MADE_PREFIX = "ns-"  # names of volumes that guests have made
 CONFIG_VERSION = 1
 
 _NQN_UUID = re.compile(r"nqn\.2014-08\.org\.nvmexpress:uuid:[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
@@ -325,6 +326,8 @@ class Subsystem:
     by_nsid: dict[int, Namespace] = field(default_factory=dict)
     listeners: dict[str, Listener] = field(default_factory=dict)
     lives: dict[int, Life] = field(default_factory=dict)  # by CNTLID
+    pool: str = ""  # UUID of the group that guests make namespaces of
+    pool_thin: bool = False
 
     @property
     def cntlids(self) -> list[int]:
@@ -375,11 +378,16 @@ class Subsystem:
         rows: list[tuple[str, dict[str, Any]]] = [("nvmf_create_subsystem", identity)]
         for namespace in self.by_nsid.values():
             of = {key: value for key, value in namespace.describe().items() if key != "name"}
+            if not namespace.visible:
+                of["no_auto_visible"] = True
             rows.append(("nvmf_subsystem_add_ns", {"nqn": self.nqn, "namespace": of}))
         for listener in self.listeners.values():
             address = {"trtype": TRANSPORT, "traddr": listener.traddr, "trsvcid": listener.trsvcid}
             chosen = {name: value for name, value in listener.options.items() if value}
             rows.append(("nvmf_subsystem_add_listener", {"nqn": self.nqn, "listen_address": address, **chosen}))
+        if self.pool:
+            pool = {"nqn": self.nqn, "lvs_name": self.pool, "thin_provision": self.pool_thin}
+            rows.append(("nvmf_subsystem_set_ns_pool", pool))
         return rows
 
     def to_config(self) -> dict[str, Any]:
@@ -390,6 +398,7 @@ class Subsystem:
             "max_namespaces": self.max_namespaces,
             "allow_any_host": self.allow_any_host,
             "namespaces": [namespace.to_config() for namespace in self.by_nsid.values()],
+            "pool": [self.pool, self.pool_thin],
             "lives": {cntlid: asdict(life) for cntlid, life in self.lives.items()},
             "listeners": [
                 {
@@ -423,6 +432,7 @@ class Target:
         self.logs = Logs()
         self.calls: list[dict[str, Any]] = []  # of dpu.startup, still to be made
         self._managed: dict[int, tuple[int, int]] = {}  # client -> sequence and result of its guest's last change
+        self._doomed: list[str] = []  # volumes of deleted namespaces, still to be deleted
         self._retired: set[int] = set()  # clients whose lives are counted, and who are not forgotten yet
         self.gates: dict[str, int] = {}  # back ends that have one, and its number
         self.limits: dict[str, Limits] = {}
@@ -456,6 +466,7 @@ class Target:
             "subsystems": [subsystem.to_config() for subsystem in self.subsystems.values()],
             "iostat": self.iostat.to_config(),
             "retired": sorted(self._retired),
+            "doomed": self._doomed,
             "managed": [[client, *done] for client, done in self._managed.items()],
         }
 
@@ -500,6 +511,7 @@ class Target:
                     self.fit_marks(backend)
             self.iostat.from_config(config["iostat"])
             self._retired = set(config["retired"])
+            self._doomed = config["doomed"]
             self._managed = {client: (sequence, result) for client, sequence, result in config["managed"]}
         self.iostat.keep(self.bdevs)
         for key in [key for key in fds if key.startswith((stash_key(""), marks_key(""), journal_key("")))]:
@@ -532,6 +544,8 @@ class Target:
             },
             listeners={listener.key: listener for listener in listeners},
             lives={int(cntlid): _life(life) for cntlid, life in row["lives"].items()},
+            pool=row["pool"][0],
+            pool_thin=row["pool"][1],
         )
 
     def _there(self, nqn: str, namespace: dict[str, Any]) -> bool:
@@ -547,6 +561,7 @@ class Target:
             if self.subsystem_of(key) is None:
                 await self._quietly(self.host.unlisten(key), f"close listener {key}")
         await self.lvols.start()
+        await self._delete_doomed()
 
     def subsystem_of(self, listener_key: str) -> Subsystem | None:
         """Whom a client that came by this listener talks to; None when the listener is gone."""
@@ -1329,16 +1344,64 @@ class Target:
             await self.host.namespace_changed(subsystem, nsid)
             killpoint("namespace_told")
 
+    async def set_pool(self, nqn: str, lvs_name: str, thin_provision: bool) -> bool:
+        """What its guests' Namespace Management makes namespaces of: volumes of this group, or ("") nothing."""
+        async with self._lock:
+            subsystem = self._subsystem(nqn)
+            group = self.lvols.store_named(lvs_name) if lvs_name else None
+            if lvs_name and group is None:
+                raise invalid(f"no lvol store {lvs_name!r}")
+            with self._change():
+                subsystem.pool, subsystem.pool_thin = group.uuid if group is not None else "", thin_provision
+            return True
+
     def capacity(self, subsystem: Subsystem) -> tuple[int, int]:
         """Bytes of its namespaces and of what more can be made of, and the latter alone."""
         used = sum(namespace.backend.size_bytes for namespace in subsystem.by_nsid.values())
-        return used, 0
+        group = self.lvols.groups.get(subsystem.pool)
+        free = group.free_clusters() * group.cluster_bytes if group is not None else 0
+        return used + free, free
 
     async def create_namespace(
         self, subsystem: Subsystem, blocks: int, block_size: int, private: bool, by: Command
     ) -> int:
-        """Make a namespace that is attached to nobody (Base 5.21); its NSID. CommandError."""
-        raise CommandError(Status.NAMESPACE_INSUFFICIENT_CAPACITY)
+        """Make a namespace that is attached to nobody (Base 5.21); its NSID. CommandError.
+
+        It is a whole number of clusters of the group, so it may have more blocks than it was asked for.
+        """
+        async with self._lock:
+            if (done := self._done(by)) is not None:
+                return done
+            group = self.lvols.groups.get(subsystem.pool)
+            nsid = next((n for n in range(1, subsystem.max_namespaces + 1) if n not in subsystem.by_nsid), 0)
+            if nsid == 0:
+                raise CommandError(Status.NAMESPACE_ID_UNAVAILABLE)
+            if group is None or blocks * block_size > SIZE_BYTES_MAX:
+                raise CommandError(Status.NAMESPACE_INSUFFICIENT_CAPACITY)
+            name = f"{MADE_PREFIX}{by.client}-{by.sequence}"  # a worker that was killed has left it, or nothing
+            volume = group.find(name)
+            try:
+                if volume is None:
+                    volume = await group.create_volume(name, blocks * block_size, thin=subsystem.pool_thin)
+            except RpcError as error:
+                log.error("namespace for a guest of %s: %s", subsystem.nqn, error)
+                raise CommandError(Status.NAMESPACE_INSUFFICIENT_CAPACITY) from error
+            self.lvols.add(volume)
+            killpoint("namespace_made")
+            namespace = Namespace(
+                nsid,
+                volume,
+                volume.uuid,
+                volume.uuid.bytes,
+                format=0 if block_size == volume.block_size else block_size,
+                private=private,
+                visible=False,
+                made=True,
+            )
+            with self._managing(by, nsid):
+                subsystem.by_nsid[nsid] = namespace
+            killpoint("namespace_told")
+            return nsid
 
     async def delete_namespaces(self, subsystem: Subsystem, nsids: Sequence[int], by: Command) -> None:
         """Delete namespaces (Base 5.21), and what was made for them; other back ends stay. CommandError."""
@@ -1349,12 +1412,26 @@ class Target:
                 _allocated(subsystem, nsid)
             with self._managing(by):
                 gone = [subsystem.by_nsid.pop(nsid) for nsid in nsids]
+                self._doomed += [namespace.backend.name for namespace in gone if namespace.made]
             for nsid in nsids:
                 await self.host.namespace_changed(subsystem, nsid)
             killpoint("namespace_told")
             for namespace in gone:
                 if namespace.format:
                     self._drop_marks(namespace.backend)
+        await self._delete_doomed()
+
+    async def _delete_doomed(self) -> None:
+        """Delete the volumes of namespaces that a guest has deleted."""
+        while self._doomed:
+            name = self._doomed[0]
+            try:
+                if self.find_bdev(name) is not None:
+                    await self.lvols.delete(name=name)
+            except RpcError as error:
+                log.error("volume %s of a deleted namespace stays: %s", name, error)
+            self._doomed.remove(name)
+            self.host.commit(self.to_config())
 
     async def format(self, subsystem: Subsystem, nsid: int, block_size: int, by: Command) -> None:
         """Give a namespace logical blocks of another size; all of them read as zeroes afterwards (Base 5.14)."""

@@ -53,6 +53,7 @@ from dpu.volumes.interface import VolumeNamespace, VolumeStore
 _PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _NO_ROOM = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _CHUNK_BYTES = 1 << 20
+_ERASED_AT_ONCE = 256 << 20  # of a volume, between two turns of other tasks
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -139,9 +140,14 @@ async def _dispatch(
 
 
 async def erase(backend: Backend) -> None:
-    """Make every block read as zeroes, durably. OSError."""
-    if backend.fd >= 0:
-        await asyncio.to_thread(_zero, backend.fd, backend.size_bytes, 0, True)
+    """Make every block read as zeroes, durably; nothing is written meanwhile. OSError."""
+    blocks = _blocks(backend)
+    if backend.kind is Kind.VOLUME:
+        for offset in range(0, backend.size_bytes, _ERASED_AT_ONCE):
+            await blocks.deallocate(min(_ERASED_AT_ONCE, backend.size_bytes - offset), offset)
+        await blocks.sync()
+    elif backend.fd >= 0:
+        await blocks.zero(backend.size_bytes, 0, True)
 
 
 async def _copy(entry: SubmissionEntry, memory: GuestMemory, subsystem: Subsystem, durable: bool) -> Completion:

@@ -543,6 +543,17 @@ def _method_table(target: Target, state: Callable[[], When]) -> dict[str, Method
             (_NQN, Param("nsid", u32, required=True), _TGT_NAME),
             INVALID_PARAMS,
         ),
+        Method(
+            "nvmf_subsystem_set_ns_pool",
+            target.set_pool,
+            (
+                _NQN,
+                Param("lvs_name", string, required=True),
+                Param("thin_provision", boolean, default=False),
+                _TGT_NAME,
+            ),
+            INVALID_PARAMS,
+        ),
         Method("nvmf_ns_attach_controller", attach_namespace, _ATTACHMENT, INVALID_PARAMS),
         Method("nvmf_ns_detach_controller", detach_namespace, _ATTACHMENT, INVALID_PARAMS),
         Method(

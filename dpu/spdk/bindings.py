@@ -531,6 +531,10 @@ class Spdk(Client):
         """Its NSID."""
         return self._do(int, "nvmf_subsystem_add_ns", nqn=nqn, namespace=namespace)
 
+    def nvmf_subsystem_set_ns_pool(self, *, nqn: str, lvs_name: str, thin_provision: bool | None = None) -> bool:
+        """dpud only: what guests' Namespace Management makes namespaces of; "": nothing."""
+        return self._do(bool, "nvmf_subsystem_set_ns_pool", nqn=nqn, lvs_name=lvs_name, thin_provision=thin_provision)
+
     def nvmf_ns_attach_controller(self, *, nqn: str, nsid: int, cntlid: int) -> bool:
         """dpud only."""
         return self._do(bool, "nvmf_ns_attach_controller", nqn=nqn, nsid=nsid, cntlid=cntlid)

@@ -106,6 +106,8 @@ class Group:
         self._dirty = False  # something was drained since the last commit began
         self._leaving: list[Any] = []  # indices of clusters to be released by the next commit
         self._leaving_leaves: list[Any] = []
+        self._going_leaves: list[Any] = []  # to be released as soon as nobody can be reading them
+        self._orphans = _NONE  # clusters that the last worker had not released yet
         self._burying: set[int] = set()  # volumes that are being deleted while their child is served
         self._later: list[Any] = []  # records of what such a child no longer names
         self._copying: dict[tuple[int, int], asyncio.Future[None]] = {}
@@ -204,6 +206,7 @@ class Group:
                 row.inherited.append(row.epoch)
                 row.epoch = int(v.epoch)
         group = cls(host, files or Files(), store, area, bases, saved)
+        group._orphans = np.flatnonzero(group.supply.states == CLUSTER_LEAVING)
         for row in saved.volumes:
             group._fit(row)
         return group
@@ -300,7 +303,7 @@ class Group:
         area, states = self.area, self.supply.states
         async with self._writing:
             # First what is said to be used, then the maps: what pollers map meanwhile is not looked at.
-            used = np.flatnonzero((states == CLUSTER_USED) | (states == CLUSTER_LEAVING))
+            used = np.flatnonzero(states == CLUSTER_USED)
             held = np.flatnonzero(area.leaf_states[: self.supply.leaf_end] >= layout.LEAF_USED)
             marks = np.zeros(len(states), bool)
             roots = [area.root(number) for number in self.volumes]
@@ -310,10 +313,18 @@ class Group:
                 entries = area.leaves[leaves[at : at + _SLICE]].reshape(-1)
                 marks[area.state_index(entries[entries != 0] & PLACE)] = True
                 await asyncio.sleep(0)
+            # What pollers have unmapped meanwhile is in their logs after the grace: it is freed by these, and once.
+            await self.host.grace()
+            self._drain()
             lost = used[~marks[used]]
+            lost = lost[states[lost] == CLUSTER_USED]
             states[lost] = CLUSTER_LEAVING
-            self._leaving.append(lost)
-            self._leaving_leaves.append(np.setdiff1d(held, leaves, assume_unique=True))
+            self._leaving += [lost, self._orphans]
+            self._orphans = _NONE
+            going = np.concatenate([_NONE, leaves, *self._leaving_leaves, *self._going_leaves])
+            roots = [area.root(number) for number in self.volumes]
+            held = held[area.leaf_states[held] >= layout.LEAF_USED]
+            self._leaving_leaves.append(np.setdiff1d(held, np.concatenate([going, *roots])))
         for volume in list(self.volumes.values()):
             if volume.row.inherited and not volume.readonly:
                 with _space():
@@ -472,10 +483,14 @@ class Group:
             return
 
         async def release() -> None:
-            await self.host.settled_volumes(self.area)
-            self.supply.release(indices)
-            self.supply.release_leaves(np.unique(numbers))
+            try:
+                await self.host.settled_volumes(self.area)
+                self.supply.release(indices)
+                self.supply.release_leaves(np.unique(numbers))
+            finally:
+                self._going_leaves = [one for one in self._going_leaves if one is not numbers]
 
+        self._going_leaves.append(numbers)
         self._spawn(release(), self._releases)
 
     # --------------------------------------------------------------------------------------------- for the data path

@@ -312,6 +312,15 @@ class Lvols:
 
     # ------------------------------------------------------------------------------------------------------- volumes
 
+    def store_named(self, name: str) -> Group | None:
+        """By name or UUID."""
+        return next((group for group in self.groups.values() if name in (group.name, group.uuid)), None)
+
+    def add(self, volume: Volume) -> None:
+        """A new volume, or one that is known already."""
+        if volume.name not in self._target.bdevs:
+            self._added(volume)
+
     def _added(self, volume: Volume) -> str:
         self._target.bdevs[volume.name] = volume
         self._target._bdev_added.set()

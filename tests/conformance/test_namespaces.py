@@ -26,7 +26,7 @@ MANAGE, ATTACHMENT, FORMAT = 0x0D, 0x15, 0x80
 CHANGED_LOG = 4
 SIZE = 8 * MIB
 ALREADY_ATTACHED, PRIVATE, NOT_ATTACHED, LIST_INVALID = 0x118, 0x119, 0x11A, 0x11C
-INVALID_FORMAT = 0x10A
+INVALID_FORMAT, INSUFFICIENT_CAPACITY = 0x10A, 0x115
 
 
 class Pair:
@@ -360,6 +360,89 @@ def test_smart_counters_outlive_the_connection(both: Pair) -> None:
     both.open.append(third)
     third.enable()
     assert (smart(third)["cycles"], smart(third)["unsafe"]) == (3, 1)
+
+
+def create(nvme: Nvme, blocks: int, *, flbas: int = 0, shared: bool = True) -> nv.Completion:
+    """Namespace Management, create; its completion."""
+    page = nvme.ram.buffer(PAGE)
+    data = bytearray(PAGE)
+    struct.pack_into("<QQ", data, 0, blocks, blocks)
+    data[26], data[30] = flbas, int(shared)
+    page.fill(bytes(data))
+    return nvme.try_admin(MANAGE, prp1=page.iova, cdw=[0])
+
+
+def with_pool(made: Pair, size: int = 64 * MIB) -> None:
+    made.daemon.add_memory("pool", size)
+    made.daemon.rpc("bdev_lvol_create_lvstore", {"bdev_name": "pool", "lvs_name": "vg"})
+    made.daemon.rpc("nvmf_subsystem_set_ns_pool", {"nqn": NQN, "lvs_name": "vg"})
+
+
+def capacity(nvme: Nvme) -> tuple[int, int]:
+    data = nvme.identify(1)
+    return int.from_bytes(data[280:296], "little"), int.from_bytes(data[296:312], "little")
+
+
+def lvols(made: Pair) -> int:
+    return len(made.daemon.rpc("bdev_lvol_get_lvols"))
+
+
+def test_guests_make_namespaces_of_a_pool(both: Pair) -> None:
+    """Create, attach, use, format, delete: the room comes back, and what was there is not shown again."""
+    one, two = both.connect()
+    assert capacity(one) == (2 * SIZE, 0)
+    assert create(one, 2048).status == INSUFFICIENT_CAPACITY, "no pool was given"
+    with_pool(both)
+    total, free = capacity(one)
+    assert total == 2 * SIZE + free and free > 60 * MIB
+    made = create(one, 8 * MIB // 4096, flbas=1)
+    assert (made.status, made.dw0) == (nv.OK, 3)
+    assert capacity(one)[1] == free - 8 * MIB
+    assert active(one) == active(two) == [1, 2] and nsids(one.identify(0x10)) == [1, 2, 3]
+    assert struct.unpack_from("<Q", one.identify(0x11, 3))[0] == 8 * MIB // 4096
+    event = two.aer()
+    assert attach(one, 3, [1, 2]) == nv.OK
+    two.wait(event)
+    first, second = one.create_queue_pair(1, 64), two.create_queue_pair(1, 64)
+    load = Load(one, first, 3, depth=16, block=4096, blocks=1024)
+    load.run(500)
+    both.daemon.kill_worker()
+    load.run(200)
+    load.finish()
+    one.write(first, 3, 0, b"\xaa" * 4096, block=4096)
+    assert two.read(second, 3, 0, 4096, block=4096) == b"\xaa" * 4096
+    assert one.try_admin(FORMAT, nsid=3, cdw=[0]).status == nv.OK
+    assert two.read(second, 3, 0, 4096) == bytes(4096)
+    one.write(first, 3, 0, b"\xbb" * 4096)
+    assert one.try_admin(MANAGE, nsid=3, cdw=[1]).status == nv.OK
+    assert capacity(one)[1] == free and lvols(both) == 0
+    again = create(one, 60 * MIB // 512)
+    assert (again.status, again.dw0) == (nv.OK, 3) and attach(one, 3, [1]) == nv.OK
+    for lba in range(0, 60 * MIB // 512, 256):
+        assert one.read(first, 3, lba, 131072) == bytes(131072), f"block {lba} shows what another had"
+    assert create(one, 60 * MIB // 512).status == INSUFFICIENT_CAPACITY
+    private = create(one, 2048, shared=False)
+    assert private.status == nv.OK and attach(one, private.dw0, [1]) == nv.OK
+    assert attach(one, private.dw0, [2]) == PRIVATE
+    with pytest.raises(RpcError):
+        both.daemon.rpc("nvmf_subsystem_set_ns_pool", {"nqn": NQN, "lvs_name": "nowhere"})
+
+
+@pytest.mark.parametrize("point", ["namespace_made", "namespace_before_store", "namespace_stored", "namespace_told"])
+def test_a_creation_or_deletion_cut_by_a_kill_leaves_nothing_over(point: str) -> None:
+    """The first hit is in create, the second in delete (but namespace_made)."""
+    for hit in (1,) if point == "namespace_made" else (1, 2):
+        with pair(f"{point}:{hit}") as made:
+            one, _ = made.connect()
+            with_pool(made)
+            worker, free = made.daemon.worker_pid(), capacity(one)[1]
+            created = create(one, 2048)
+            assert (created.status, created.dw0, lvols(made)) == (nv.OK, 3, 1)
+            assert capacity(one)[1] == free - MIB
+            assert one.try_admin(MANAGE, nsid=3, cdw=[1]).status == nv.OK
+            assert nsids(one.identify(0x10)) == [1, 2]
+            assert (lvols(made), capacity(one)[1]) == (0, free)
+            assert made.daemon.worker_pid() != worker
 
 
 POINTS = ["namespace_before_store", "namespace_stored", "namespace_told"]

@@ -257,7 +257,11 @@ def test_the_same_calls_against_a_dpud(daemon: Daemon, image: Path) -> None:
         there = set(card.rpc_get_methods())
         assert there <= bindings(), "a method of the card without a binding"
         ours = {name for name in there if name.startswith("dpu_")}
-        ours |= {"nvmf_ns_attach_controller", "nvmf_ns_detach_controller"}  # see test_namespaces.py
+        ours |= {
+            "nvmf_ns_attach_controller",
+            "nvmf_ns_detach_controller",
+            "nvmf_subsystem_set_ns_pool",
+        }  # see test_namespaces.py
         assert there - made == {"framework_start_init", "spdk_kill_instance"} | ours
         assert card.dpu_get_stats()["controllers"] == []
         assert card.dpu_trace_start(entries=16) and card.dpu_trace_stop()

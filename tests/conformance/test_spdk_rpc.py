@@ -318,7 +318,7 @@ def test_our_methods_are_spdks(client: JSONRPCClient) -> None:
     ours = {"dpu_get_stats", "dpu_upgrade", "dpu_trace_start", "dpu_trace_stop", "dpu_trace_save"}
     ours |= {f"dpu_fault_{verb}" for verb in ("add", "get", "release", "remove")}
     ours |= {"dpu_journal_start", "dpu_journal_stop", "dpu_power_cut"}
-    ours |= {"nvmf_ns_attach_controller", "nvmf_ns_detach_controller"}
+    ours |= {"nvmf_ns_attach_controller", "nvmf_ns_detach_controller", "nvmf_subsystem_set_ns_pool"}
     assert set(client.rpc_get_methods()) - set(recorded) == ours
 
 
