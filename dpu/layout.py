@@ -55,7 +55,7 @@ DOORBELLS_OFFSET: Final = 0x1000  # in BAR0 (CAP.DSTRD 0)
 BAR_BYTES: Final = PAGE  # of doorbells
 BAR_FILE_BYTES: Final = DOORBELLS_OFFSET + BAR_BYTES  # as in BAR0, so that a client can map the doorbells
 BLOB_BYTES: Final = 256 << 10  # each half of control's own state (dpu.channel.ConfigStore)
-RING_ENTRIES: Final = 8192
+RING_ENTRIES: Final = CONTROLLERS * SLOTS  # a command is in a ring once, so none is ever full
 
 
 def _fields(dtype: Any) -> dict[str, tuple[Any, int]]:

@@ -220,7 +220,7 @@ class Poller:
         return found
 
     def update(self, controller: int, slot: int) -> None:
-        """Give a command back whose entry is EXECUTED. The ring has room for every slot that control can hold."""
+        """Give a command back whose entry is EXECUTED. The ring has room for every slot of every controller."""
         pushed = rings.ring_push(int(self.record.updates), controller << 32 | slot)
         assert pushed, "update ring is full"
         self.wake()

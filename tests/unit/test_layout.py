@@ -97,7 +97,7 @@ def test_limits_fit_together() -> None:
     assert 8 * layout.QUEUES <= layout.BAR_BYTES  # two doorbells of 4 bytes for each queue
     assert layout.SCRATCH_BYTES >= 2 * layout.PAGE + 8 and layout.PAGE >= 256 * 16
     assert layout.DIRTY_MAX >= layout.CONTROLLERS * layout.QUEUES
-    assert layout.RING_ENTRIES >= layout.SLOTS and layout.POLLFDS >= layout.CONTROLLERS + 2
+    assert layout.RING_ENTRIES >= layout.CONTROLLERS * layout.SLOTS and layout.POLLFDS >= layout.CONTROLLERS + 2
     assert np.dtype(layout.HISTOGRAM).itemsize == layout.HISTOGRAM_BUCKETS * 8
 
 

@@ -261,3 +261,12 @@ def test_naps_grow_to_their_bound_and_begin_anew_after_work(kept: Kept) -> None:
             PLAIN.run(lab.poller.address)
         assert naps == [50_000, 100_000, 200_000, 300_000, 300_000, 50_000, 100_000, 200_000]
         assert len(queue.cq.reap()) == 1
+
+
+def test_control_can_give_back_every_command_at_once(lab: Lab) -> None:
+    """It may have executed all that a poller's controllers can have in flight before the poller takes one."""
+    with mock.patch.object(lab.poller, "wake"):
+        for index in range(layout.CONTROLLERS):
+            for slot in range(layout.SLOTS):
+                lab.poller.update(index, slot)
+    assert PLAIN.ring_peek(int(lab.poller.record.updates)) == 0
