@@ -2,7 +2,7 @@
 
 Use: ``Marks.create(num_blocks)`` at the first Write Uncorrectable of a back end; ``mark`` and ``ranges`` for control,
 the addresses ``blocks`` and ``pages`` for the compiled stage, which looks and clears. A block has a byte, not a bit,
-because control marks while pollers clear. Only control marks, and nobody clears ``pages``.
+because control marks while pollers clear. Only control marks, and only it changes ``pages``.
 
 The memfd holds a byte of each MARK_PAGE blocks (some of them may be marked), then, from the next page on, a byte of
 each block. It is sparse: memory is taken for pages with marks only.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
 
 from dpu.guestmap import Mapping
 from dpu.layout import MARK_PAGE_BITS, PAGE
@@ -24,6 +25,8 @@ from dpu.layout import MARK_PAGE_BITS, PAGE
 BLOCKS_MAX = 1 << 40
 MEMORY_BYTES_MAX = 256 << 20
 _CHUNK = 1 << 20
+_PUNCH_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_LIBC = ctypes.CDLL(None, use_errno=True)
 _MARK_PAGE = 1 << MARK_PAGE_BITS
 assert _MARK_PAGE == PAGE  # bytes of marks are found page by page
 
@@ -73,36 +76,45 @@ class Marks:
         ctypes.memset(self.pages + first, 1, (lba + count - 1 >> MARK_PAGE_BITS) - first + 1)
 
     def clear(self, lba: int, count: int) -> None:
-        """The blocks were written by control: as the compiled stage does it."""
-        for start, length in self.ranges(lba, count):
-            ctypes.memset(self.blocks + start, 0, length)
+        """The blocks were written by control. What is marked in vain costs nothing any more, nor any memory."""
+        if count == 0:
+            return
+        if _LIBC.fallocate(self.fd, _PUNCH_HOLE, ctypes.c_long(self._offset + lba), ctypes.c_long(count)):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        first, end = -(-lba >> MARK_PAGE_BITS), lba + count >> MARK_PAGE_BITS
+        if first < end:
+            ctypes.memset(self.pages + first, 0, end - first)
 
     def ranges(self, lba: int, count: int, limit: int = 1 << 62) -> list[tuple[int, int]]:
         """The first ``limit`` runs (block, length) of marked blocks in a range, in order."""
         found: list[tuple[int, int]] = []
-        end = lba + count
-        while lba < end and len(found) < limit:
-            start = self._next(lba, end, b"\1")
-            if start < 0:
-                break
-            lba = self._next(start, end, b"\0")
-            lba = end if lba < 0 else lba
-            found.append((start, lba - start))
+        for start, data in self._chunks(lba, lba + count):
+            at = data.find(1)
+            while at >= 0:
+                stop = data.find(0, at)
+                stop = len(data) if stop < 0 else stop
+                if found and sum(found[-1]) == start + at:
+                    found[-1] = found[-1][0], found[-1][1] + stop - at
+                elif len(found) == limit:
+                    return found
+                else:
+                    found.append((start + at, stop - at))
+                at = data.find(1, stop)
         return found
 
-    def _next(self, lba: int, end: int, byte: bytes) -> int:
-        """The first block from ``lba`` on whose byte is this one; -1 when there is none."""
+    def _chunks(self, lba: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """The bytes of marks of the blocks from ``lba`` to ``end``, each read once.
+
+        Without holes, which hold none; reading others through the file takes no memory.
+        """
         while lba < end:
-            if byte == b"\1":  # holes hold none, and reading them through the file takes no memory
-                try:
-                    lba = max(lba, os.lseek(self.fd, self._offset + lba, os.SEEK_DATA) - self._offset)
-                except OSError:  # ENXIO: only a hole is left
-                    return -1
-            at = os.pread(self.fd, min(_CHUNK, end - lba), self._offset + lba).find(byte) if lba < end else -1
-            if at >= 0:
-                return lba + at
+            try:
+                lba = max(lba, os.lseek(self.fd, self._offset + lba, os.SEEK_DATA) - self._offset)
+            except OSError:  # ENXIO: only a hole is left
+                return
+            if lba < end:
+                yield lba, os.pread(self.fd, min(_CHUNK, end - lba), self._offset + lba)
             lba += _CHUNK
-        return -1
 
     def close(self) -> None:
         self._mapping.close()

@@ -618,7 +618,7 @@ def to_uring(p: Any, c: Any, slot: int, entry: Any, operations: int) -> int:
 
 @compiled
 def to_control(p: Any, c: Any, slot: int, entry: Any, why: int) -> int:
-    """Hand a command to control over the miss ring (which has room for all slots of many controllers)."""
+    """Hand a command to control over the miss ring, which has room for all slots of all controllers."""
     if TRACEABLE and c.tracing:
         hand_over(c, slot, why)
     block_of(c, slot).why = why
@@ -790,7 +790,8 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
     if not ns.discard:
         return _OK
     entry.bytes = total << ns.shift
-    if ns.marks and ns.kind != KIND_MEMORY:  # a range keeps its marks when the file system fails it
+    # A range keeps its marks when the file system fails it. And 256 ranges can be all blocks, 256 times over.
+    if ns.marks:
         return to_control(p, c, slot, entry, WHY_MARKS)
     if ns.kind == KIND_VOLUME:
         b = block_of(c, slot)
@@ -806,8 +807,6 @@ def deallocate(p: Any, c: Any, slot: int, entry: Any, ns: Any) -> int:
         size = signed(ranges[i].nlb) << ns.shift
         if size:
             operations += clear(p, c, slot, entry, ns, ranges[i].slba << ns.shift, size)
-            if ns.marks:  # a deallocated block reads as DLFEAT says
-                unmark(ns, ranges[i].slba, signed(ranges[i].nlb))
     return to_uring(p, c, slot, entry, operations) if operations else _OK
 
 
