@@ -10,8 +10,14 @@ anything before it has read all that it reads. What it writes is kept until ``fl
 
 Nobody may wait for these messages while the client waits for a reply of ours: QEMU answers neither then.
 
+A client that has stopped for a while (a debugger, a suspended host) goes on with what it finds in its socket. A read
+that it carries out late hurts nobody, so it fails after TIMEOUT_S. A late write would go into memory that the guest
+has put to other use when it was told that the command has failed. So a write is over when it is answered and not
+before; a reset does not wait for that, but CSTS.RDY does (``late_writes``).
+
 Limits: REQUESTS_MAX requests under way, ``size_max`` bytes each.
-Errors: DmaFault for what the client refuses, answers wrongly or not within TIMEOUT_S.
+Errors: DmaFault for what the client refuses or answers wrongly, and for what it was to read and has not within
+TIMEOUT_S.
 Source: vfio-user specification, VFIO_USER_DMA_READ and VFIO_USER_DMA_WRITE.
 """
 
@@ -51,6 +57,7 @@ class DmaMessages:
         self._send = send
         self._number = generation << _ID_BITS & 0xFFFF
         self._waiting: dict[int, tuple[int, int, int, asyncio.Future[bytes]]] = {}
+        self._late: set[int] = set()  # of writes that nobody waits for any more
         self._places = asyncio.Semaphore(REQUESTS_MAX)
         self._refusing = 0
 
@@ -78,13 +85,15 @@ class DmaMessages:
             self._waiting[number] = command, iova, count, future
             self._send(wire.message(number, command, bytes(wire.DmaAccess(iova, count)) + data))
             try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    return await future
-            except TimeoutError:
-                log.warning("a client has not answered %s of %d bytes at %#x", command.name, count, iova)
-                raise DmaFault(iova, count) from None
+                done, _ = await asyncio.wait([future], timeout=TIMEOUT_S)
+                if not done:
+                    log.warning("a client has not answered %s of %d bytes at %#x", command.name, count, iova)
+                    if command == Command.DMA_READ:
+                        raise DmaFault(iova, count)
+                return await future
             finally:
-                del self._waiting[number]
+                if number not in self._late:
+                    self._waiting.pop(number, None)
 
     def _free_number(self) -> int:
         """The next number that no request has: one that waits for its answer may have waited for a whole round."""
@@ -98,6 +107,9 @@ class DmaMessages:
         """What the client has answered; an answer to nothing is ignored."""
         header = wire.Header.from_buffer_copy(raw)
         command, iova, count, future = self._waiting.get(header.msg_id, (0, 0, 0, None))
+        if header.msg_id in self._late and header.cmd == command:
+            self._late.discard(header.msg_id)
+            del self._waiting[header.msg_id]
         if future is None or future.done() or header.cmd != command:
             return
         payload = raw[wire.HEADER_BYTES :]
@@ -114,9 +126,15 @@ class DmaMessages:
         """Fail everything that is asked for, until it is taken back; calls nest."""
         self._refusing += 1 if refusing else -1
         if refusing:
-            for _, iova, count, future in self._waiting.values():
+            for number, (command, iova, count, future) in self._waiting.items():
                 if not future.done():
                     future.set_exception(DmaFault(iova, count))
+                    if command == Command.DMA_WRITE:
+                        self._late.add(number)
+
+    def late_writes(self) -> bool:
+        """Whether the client may still carry out a write of before a reset."""
+        return bool(self._late)
 
 
 async def _together(work: Iterable[Awaitable[T]]) -> list[T]:

@@ -71,7 +71,8 @@ class Plane:
         self.with_control = 0  # I/O commands that a thread of control is doing
         self.generation = 0  # grows with every close_all: answers to commands of before are dropped
         self.leave_gate: Callable[[int, int], None] = lambda address, place: None
-        self.refuse_dma: Callable[[bool], None] = lambda refusing: None
+        self.refuse_dma: Callable[[bool], None] = lambda refusing: None  # as those of dpu.dma
+        self.late_writes: Callable[[], bool] = lambda: False
         self._memory_of = memory_of
         self._backends: dict[int, Backend] = {}
         self._state = mmap.mmap(state_fd, layout.STATE_BYTES)

@@ -126,7 +126,7 @@ class Client:
         self.dma = DmaMessages(
             lambda raw: self.worker.channel.send("send", raw=raw, client=self.number), self.worker.generation
         )
-        self.plane.refuse_dma = self.dma.refuse
+        self.plane.refuse_dma, self.plane.late_writes = self.dma.refuse, self.dma.late_writes
         self.remote = RemoteQueues(self.plane, MemoryView(self.plane.memory, self.dma), self._fatal)
         self.regions = self._regions(mapped=False)
         eventfd = IrqFlag.EVENTFD

@@ -185,8 +185,9 @@ class Controller:
                 await writer(self, int.from_bytes(data[at : at + 4], "little"))
 
     def _csts(self) -> int:
+        # Base 3.7.2: a reset is over, and memory is the host's again, when RDY is 0.
         return registers.CSTS.fields.encode(
-            RDY=self._ready,
+            RDY=self._ready or self.plane.late_writes(),
             CFS=self.state is State.FAILED,
             SHST=registers.SHST_COMPLETE if self._shut_down else registers.SHST_NORMAL,
         )
@@ -290,6 +291,7 @@ class Controller:
         """Why the controller cannot be enabled with these registers ("" = it can)."""
         fields = registers.CC.fields
         checks = {
+            "CC.EN was set before CSTS.RDY was 0": not self.plane.late_writes(),
             "CC.CSS is not supported": fields.get(cc, "CSS") == registers.CC_CSS_NVM,
             "CC.MPS is not within CAP.MPSMIN and CAP.MPSMAX": fields.get(cc, "MPS") == 0,
             "CC.AMS is not supported": fields.get(cc, "AMS") == 0,

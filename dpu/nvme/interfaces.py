@@ -170,8 +170,11 @@ class DataPlane(Protocol):
     async def close_all(self) -> None:
         """Stop every queue and drop what is in flight, parked commands included. Forgets dbbuf and mask.
 
-        A ``close_sq`` that still waits returns.
+        A ``close_sq`` that still waits returns. Memory that is not shared may be written later: ``late_writes``.
         """
+
+    def late_writes(self) -> bool:
+        """Whether a command of before ``close_all`` may still write guest memory."""
 
     async def flush(self) -> None:
         """Make every write that has completed durable (normal shutdown)."""

@@ -200,6 +200,30 @@ def test_a_reset_does_not_wait_for_the_client(nvme: Nvme, how: str, daemon: Daem
     assert time.monotonic() - begin < TIMEOUT_S, "it has waited for the timeout"
 
 
+def test_a_reset_is_over_when_no_write_can_come_any_more(nvme: Nvme) -> None:
+    """CSTS.RDY stays 1 until the client has answered a write that it may carry out late."""
+    queue, answers = nvme.create_queue_pair(1, 8), Answers(nvme)
+    buffer, late = nvme.ram.buffer(PAGE), list[Message]()
+
+    def silence(message: Message) -> bytes:
+        late.append(message)
+        return b""
+
+    answers.about(buffer, silence)
+    nvme.submit_io(queue, nv.READ, NS_512, 0, buffer)
+    while not late:
+        nvme.client.serve_one()
+    nvme.write32(nv.CC, 0)
+    assert nvme.read32(nv.CSTS) & nv.CSTS_RDY
+    nvme.write32(nv.CC, nv.CC_ENABLE)
+    assert nvme.read32(nv.CSTS) & nv.CSTS_CFS, "enabled too early"
+    nvme.write32(nv.CC, 0)
+    answers.truth(late[0])
+    nvme.wait_csts(nv.CSTS_RDY, 0)
+    nvme.enable()
+    assert nvme.identify(1)
+
+
 def test_addresses_that_are_not_mapped_are_not_asked_for(nvme: Nvme) -> None:
     queue, answers = nvme.create_queue_pair(1, 8), Answers(nvme)
     outside = nvme.ram.windows[0][0] + nvme.ram.windows[0][2] + PAGE

@@ -87,6 +87,7 @@ class Plane:
         self.dbbuf: tuple[int, int] | None = None
         self.mask = 0
         self.flushes = 0
+        self.late = False  # writes of before a reset
         self.closings = 0
         self.completed: list[tuple[int, Completion]] = []
         self.counts: dict[int, Counters] = {}
@@ -131,6 +132,9 @@ class Plane:
         self.cqs.clear()
         self.dbbuf = None
         self.mask = 0
+
+    def late_writes(self) -> bool:
+        return self.late
 
     async def flush(self) -> None:
         self.flushes += 1

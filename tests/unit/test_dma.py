@@ -102,6 +102,47 @@ def test_an_answer_that_is_late_when_numbers_come_round() -> None:
     assert asyncio.run(run()) == b"\xda" * 8
 
 
+def test_a_write_is_over_when_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that stops for a while finds the message in its socket and carries it out: the guest must not have the
+    memory back by then. A read hurts nobody, so it fails."""
+    monkeypatch.setattr("dpu.dma.TIMEOUT_S", 0.01)
+    client = SilentClient()
+
+    async def run() -> None:
+        write = asyncio.create_task(client.messages.write(0x1000, b"late"))
+        await asyncio.sleep(0)
+        with pytest.raises(DmaFault):
+            await client.messages.read(0x2000, 4)
+        assert not write.done()
+        client.answer(0)
+        await write
+
+    asyncio.run(run())
+
+
+def test_writes_of_before_a_reset_may_still_come() -> None:
+    client = SilentClient()
+    messages = client.messages
+
+    async def run() -> None:
+        work = [asyncio.create_task(messages.write(0x1000 * i, b"late")) for i in range(1, 3)]
+        work.append(asyncio.create_task(messages.read(0x9000, 4)))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        assert not messages.late_writes(), "there was no reset"
+        messages.refuse(True)
+        assert all(isinstance(one, DmaFault) for one in await asyncio.gather(*work, return_exceptions=True))
+        messages.refuse(False)
+        client.answer(2)
+        client.answer(1)
+        assert messages.late_writes()
+        client.answer(1)  # twice
+        assert messages.late_writes()
+        client.answer(0)
+        assert not messages.late_writes()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
 def test_a_client_that_takes_a_byte_at_a_time(write: bool) -> None:
     """Its limit costs itself time, not the worker: what is under way for it has a bound."""

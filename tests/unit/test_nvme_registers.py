@@ -89,6 +89,21 @@ def test_enable_opens_the_admin_queue_and_disable_keeps_its_registers() -> None:
     assert host.read32(0x1C) == RDY
 
 
+def test_a_reset_lasts_until_the_last_write_to_memory() -> None:
+    """Base 3.7.2 and 3.5.1: RDY is 0 when it is over, and the host enables the controller after that."""
+    host = Host()
+    host.plane.late = True
+    host.write32(0x14, CC_ENABLE & ~1)
+    assert host.read32(0x1C) == RDY
+    host.write32(0x14, CC_ENABLE)
+    assert host.read32(0x1C) & CFS and not host.plane.sqs
+    host.write32(0x14, CC_ENABLE & ~1)
+    host.plane.late = False
+    assert host.read32(0x1C) == 0
+    host.enable()
+    assert host.read32(0x1C) == RDY
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
