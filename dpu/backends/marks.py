@@ -63,8 +63,13 @@ class Marks:
     def resized(self, num_blocks: int) -> Marks:
         """The same marks, but for those beyond the new end, in a memfd for another number of blocks."""
         new = Marks.create(num_blocks)
-        for start, length in self.ranges(0, min(num_blocks, self.num_blocks)):
-            new.mark(start, length)
+        for start, data in self._chunks(0, min(num_blocks, self.num_blocks)):
+            for at in range(0, len(data), PAGE):
+                piece, lba = data[at : at + PAGE], start + at
+                if 1 in piece:
+                    os.pwrite(new.fd, piece, new._offset + lba)
+                    first = lba >> MARK_PAGE_BITS
+                    ctypes.memset(new.pages + first, 1, (lba + len(piece) - 1 >> MARK_PAGE_BITS) - first + 1)
         return new
 
     def mark(self, lba: int, count: int) -> None:

@@ -58,6 +58,13 @@ def test_marks_are_a_set_of_blocks(marks: Marks) -> None:
     heir = Marks(os.dup(marks.fd))
     assert heir.ranges(0, BLOCKS) == runs(model) != []
     heir.close()
+    for blocks in (5000, 20_000):
+        new = marks.resized(blocks)
+        left = runs({block for block in model if block < blocks})
+        assert new.ranges(0, blocks) == left
+        row = type("Row", (), {"marks": new.blocks, "mark_pages": new.pages})()
+        assert PLAIN.find_mark(row, 0, blocks) == left[0][0]
+        new.close()
 
 
 def test_memory_is_taken_for_marks_only() -> None:
