@@ -27,13 +27,7 @@ from types import ModuleType
 from typing import Any, cast
 from unittest import mock
 
-import numba
 import numpy as np
-
-from dpu import jitcache
-
-if not numba.config.CACHE_DIR:  # as the workers do it: a change of the sources never meets old code
-    numba.config.CACHE_DIR = str(jitcache.directory()[0])
 
 import dpu.fastpath
 from dpu import layout
