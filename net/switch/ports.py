@@ -21,7 +21,7 @@ NS_PER_S = 10**9
 RATE_SHIFT = 20
 """A byte's time is kept in units of 2^-20 ns: 100 Gb/s are 83,886 of them."""
 
-RATES_BPS = (100_000, 10**12)
+RATES_BPS = (10_000, 10**12)
 """Line rates that the kernel's shaper (HTB, with a frame of 9000 bytes) and a byte's time can say."""
 
 ALWAYS = 1 << 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+from pathlib import Path
 
 import pytest
 from scapy.layers.inet6 import ICMPv6EchoReply, ICMPv6EchoRequest, ICMPv6ND_NA, ICMPv6ND_NS, IPv6
@@ -64,10 +65,12 @@ def test_two_machines_reach_each_other(fabric: Fabric, machine: HostTap) -> None
     assert request.dst == other.mac
 
 
-def test_flows_name_machines_by_the_host_whose_place_they_have(fabric: Fabric, machine: HostTap) -> None:
+def test_flows_name_machines_by_the_host_whose_place_they_have(
+    fabric: Fabric, machine: HostTap, tmp_path: Path
+) -> None:
     ping(machine, fabric.address("h2", 1), 20)
     next_frame(machine, ICMPv6EchoReply)
-    rows = Holder("x", fabric).flows({})["flows"]
+    rows = Holder("x", fabric, tmp_path).flows({})["flows"]
     assert {("h1 (vm)", "h2"), ("h2", "h1 (vm)")} <= {(row["src"], row["dst"]) for row in rows}
     assert {row["plane"] for row in rows if row["src"] == "h1 (vm)"} == {None}
 

@@ -80,7 +80,8 @@ def test_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "nothing.toml"]) == 2
     complaint = capsys.readouterr().err
     assert complaint == (
-        "emu: error: there is no scenario nothing.toml\n  fix: give the path of a file, or a packaged one: demo\n"
+        "emu: error: there is no scenario nothing.toml\n"
+        "  fix: give the path of a file, or a packaged one: credits, demo, frozen, garbage, resize\n"
     )
 
 

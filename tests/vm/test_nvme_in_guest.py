@@ -94,9 +94,9 @@ async def test_namespaces(stage: Stage) -> None:
         assert (found.size, found.block_size) == (size, block_size)
         namespace = await shell_json(stage.vm, f"nvme id-ns {found.path} -o json")
         assert namespace["nsze"] == namespace["ncap"] == namespace["nuse"] == size // block_size
-        (lbaf,) = namespace["lbafs"]
-        assert (1 << lbaf["ds"], lbaf["ms"]) == (block_size, 0)
-        assert namespace["nlbaf"] == 0 and namespace["flbas"] & 0xF == 0 and namespace["nsattr"] == 0
+        assert [(1 << lbaf["ds"], lbaf["ms"]) for lbaf in namespace["lbafs"]] == [(512, 0), (4096, 0)]
+        assert namespace["nlbaf"] == 1 and namespace["nsattr"] == 0
+        assert 1 << namespace["lbafs"][namespace["flbas"] & 0xF]["ds"] == block_size
         assert int(namespace["nguid"], 16)
         descriptors = (await shell_json(stage.vm, f"nvme ns-descs {found.path} -o json"))["ns-descs"]
         by_type = {one["Type"]: one for one in descriptors}
