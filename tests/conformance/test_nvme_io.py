@@ -664,6 +664,9 @@ def test_completion_queues_that_share_a_vector(nvme: Nvme) -> None:
     for _ in range(20):
         for queue in (first, second):
             assert nvme.flush(queue, NS_512) == nv.OK
+    if not nvme.interrupts[3]:  # every completion was seen first
+        assert select.select([nvme.eventfds[3]], [], [], nv.DEADLINE_S)[0]
+        nvme.drain(3)
     assert nvme.interrupts[3] > 0
     for vector in (1, 2, 4):
         assert not nvme.drain(vector)

@@ -90,7 +90,8 @@ def write_all_and_compare(channel: Channel, writes: list[tuple[int, int, bool]])
         assert requestor.idle and requestor.inflight_bytes == 0
 
 
-SPANS = st.tuples(st.integers(0, 60), st.integers(1, 60))
+SPANS = st.tuples(st.integers(0, 60), st.integers(1, 60))  # from which datagram on, and for how many SPAN_NS
+SPAN_NS = 100_000
 
 
 @settings(deadline=None, max_examples=80)
@@ -108,17 +109,22 @@ def test_memory_is_equal_while_paths_and_ports_die(
     flaps: list[tuple[tuple[int, int], int]],
     psn: int,
 ) -> None:
-    """The same schedules, and for spans of so many datagrams from such a one on: paths swallow everything both ways,
-    and the port in plane 1 of a host is down, which that host sees."""
+    """The same schedules, and for a time from such a datagram on: paths swallow everything both ways, and the port in
+    plane 1 of a host is down, which that host sees. Not for so many datagrams: each retry waits twice as long."""
     scheduled = fates(actions)
+    ends: dict[tuple[str, int], int] = {}
+
+    def within(kind: str, index: int, span: tuple[int, int]) -> bool:
+        if len(channel.sent) < span[0]:
+            return False
+        return channel.now_ns < ends.setdefault((kind, index), channel.now_ns + span[1] * SPAN_NS)
 
     def fate(datagram: Datagram) -> str:
-        count = len(channel.sent)
-        down = {host for (start, size), host in flaps if start <= count < start + size}
+        down = {host for index, (span, host) in enumerate(flaps) if within("flap", index, span)}
         for host in HOSTS:
             if (host in down) != (host in channel.ports_down):
                 channel.turn_port(host, 1, up=host not in down)
-        dead = any(start <= count < start + size and ev == datagram.entropy for (start, size), ev in kills)
+        dead = any(within("kill", index, span) and ev == datagram.entropy for index, (span, ev) in enumerate(kills))
         return "lose" if dead or (down and datagram.entropy >> 16 == 1) else scheduled(datagram)
 
     options = QpSettings(64, 3000, 128, 400_000, 25, 2)
