@@ -66,8 +66,6 @@ def obstacle(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Why what ``old`` code has left cannot be read by ``new`` code, or ""."""
     if old["version"] != new["version"]:
         return f"its state areas are of version {new['version']}, and those in use of version {old['version']}"
-    if old["groups"] != new["groups"]:
-        return "it lays out volume groups in another way"
     for name, part in old["parts"].items():
         other = new["parts"].get(name)
         if other is None:
@@ -79,6 +77,8 @@ def obstacle(old: dict[str, Any], new: dict[str, Any]) -> str:
                 return f"its {name}.{field} is {other['fields'][field][0]} where {kind} is in use"
     if new["blob"]["half_bytes"] < old["blob"]["half_bytes"]:
         return "it has less room for what controllers save"
+    if old["groups"] != new["groups"]:
+        return "it lays out volume groups in another way"
     return ""
 
 
