@@ -9,8 +9,8 @@ polled completion queue. It runs on the last CPU and the daemon's poller on the 
 * ``idle``: CPU share of the whole daemon with a client that does nothing, doorbells trapped and mapped.
 * ``scaling``: time per command (4 KiB reads, QD 32) when there are many queues, namespaces or controllers, over that
   of one; the commands go to all of them in turn, TURN to each, and the footprint is the same: FOOTPRINT, as much as
-  TURN commands read. (With a larger one the same few blocks of one place would be compared with others of each of many,
-  and what is found would be what a cache is worth.)
+  TURN commands read. (With a larger one the same few blocks of one place would be compared with others of each of
+  many, and what is found would be what a cache is worth.)
 
 Budgets (issue 3, section 4): beside SPDK's malloc 1.5 at QD 32, 1.0 at QD 1 and with 128 KiB; null 0.5; idle 1 % when
 trapped; scaling 1.3.
